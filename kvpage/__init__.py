@@ -1,0 +1,18 @@
+"""kvpage: a KV cache for transformers that runs a trace of any length in a fixed memory."""
+
+from kvpage.cache import PagedCompactCache, TracedCompaction
+from kvpage.centroids import Statistics
+from kvpage.hooks import attach, detach
+from kvpage.report import Report
+from kvpage.scoring import Scorer
+
+__all__ = [
+    "PagedCompactCache",
+    "Report",
+    "Scorer",
+    "Statistics",
+    "TracedCompaction",
+    "attach",
+    "detach",
+]
+__version__ = "0.1.0"

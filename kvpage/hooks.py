@@ -1,0 +1,297 @@
+"""How a cache meets its model: stateless forward hooks, shared by every cache and thread.
+
+A hook reads the cache out of the call's own arguments and, when it is one of ours, hands it what
+only the model has: the 2-D attention mask, and the queries and keys before RoPE. Nothing is kept
+on the model but the hooks; what passes between the hooks of one attention call is thread-local.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvpage.architectures import AttentionSite, Decoder, Rope, decoder_of, describe
+from kvpage.compat import cache_argument
+
+
+class ModelKey:
+    """Identity of a hooked model, with what a cache needs of it; holds no module."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.name = type(decoder.module).__name__
+        self.num_layers = decoder.num_layers
+        self.rope: Rope = decoder.rope
+
+
+class HookedCache(ABC):
+    """What the hooks call on a cache."""
+
+    @abstractmethod
+    def meet(self, key: ModelKey) -> None:
+        """A model uses this cache; raises `ValueError` when it belongs to another."""
+
+    @abstractmethod
+    def announce(self, num_new: int, mask: Tensor | None) -> None:
+        """A forward of `num_new` tokens starts, under the model's attention mask."""
+
+    @abstractmethod
+    def is_announced(self) -> bool:
+        """Whether the running forward was announced and its first layer is still to come."""
+
+    @abstractmethod
+    def see_positions(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
+        """The rotary embedding of the running forward, and its positions `[1 or B, q]`."""
+
+
+@dataclass
+class Call:
+    """One attention call: what was captured between its start and `Cache.update`."""
+
+    cache: weakref.ref[HookedCache]
+    layer_idx: int
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+
+class _Current(threading.local):
+    call: Call | None = None
+
+
+_current = _Current()
+
+
+def take_call(cache: HookedCache, layer_idx: int) -> Call | None:
+    """The attention call of `cache` at `layer_idx` that this thread is in, if any; taken once."""
+    call, _current.call = _current.call, None
+    if call is None or call.cache() is not cache or call.layer_idx != layer_idx:
+        return None
+    return call
+
+
+class _Hook:
+    """A hook of ours. Copies and pickles of the model are not attached: they get inert ones."""
+
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
+        return InertHook, ()
+
+
+class InertHook:
+    """What a copied or unpickled model has in the place of a hook."""
+
+    def __call__(self, *args: object) -> None:
+        return None
+
+
+class DecoderHook(_Hook):
+    """Forward pre-hook of the decoder: announces a forward and its attention mask."""
+
+    def __init__(self, key: ModelKey, parameters: tuple[str, ...]) -> None:
+        self.key, self.parameters = key, parameters
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
+        cache = cache_argument(arguments)
+        if not isinstance(cache, HookedCache):
+            return
+        cache.meet(self.key)
+        inputs = arguments.get("input_ids")
+        if inputs is None:
+            inputs = arguments.get("inputs_embeds")
+        if inputs is not None:
+            cache.announce(inputs.shape[1], _mask_of(arguments.get("attention_mask")))
+
+
+class AttentionHook(_Hook):
+    """Forward pre-hook of an attention module: says which layer of which cache is running."""
+
+    def __init__(self, key: ModelKey, layer_idx: int) -> None:
+        self.key, self.layer_idx = key, layer_idx
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = cache_argument(kwargs)
+        if not isinstance(cache, HookedCache):
+            _current.call = None
+            return
+        if self.layer_idx == 0:
+            self._begin(cache, args, kwargs)
+        _current.call = Call(weakref.ref(cache), self.layer_idx)
+
+    def _begin(self, cache: HookedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache.meet(self.key)
+        if not cache.is_announced():  # a bare decoder's first call, hooked while it was running
+            hidden = args[0] if args else kwargs["hidden_states"]
+            cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")))
+        embeddings = kwargs.get("position_embeddings")
+        if embeddings is not None:
+            cos, sin = embeddings
+            cache.see_positions(cos, sin, kwargs.get("position_ids"))
+
+
+class QueryHook(_Hook):
+    """Forward hook of the module that yields the pre-RoPE query."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if _current.call is not None:
+            _current.call.queries = output
+
+
+class KeyHook(_Hook):
+    """Forward hook of the module that yields the pre-RoPE key."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if _current.call is not None:
+            _current.call.keys = output
+
+
+def _mask_of(mask: object) -> Tensor | None:
+    """The mask tensor among what transformers takes as `attention_mask`."""
+    if isinstance(mask, Mapping):
+        mask = mask.get("full_attention")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention_mask: a tensor or None expected, got {type(mask).__name__}; use "
+            "attn_implementation 'sdpa' or 'eager'"
+        )
+    return mask
+
+
+def _padding_of(mask: object) -> Tensor | None:
+    """The 2-D padding mask behind a layer's causal mask: what its last query may look at."""
+    mask = _mask_of(mask)
+    if mask is None or mask.ndim == 2:
+        return mask
+    last = mask[:, 0, -1]
+    return last if last.dtype == torch.bool else last == 0
+
+
+@dataclass
+class Attachment:
+    """The hooks on one model and the caches they serve."""
+
+    key: ModelKey
+    handles: list[RemovableHandle] = field(default_factory=list)
+    users: weakref.WeakSet[HookedCache] = field(default_factory=weakref.WeakSet)
+    explicit: bool = False
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def leave(self, cache: HookedCache) -> None:
+        self.users.discard(cache)
+        self.remove_if_unused()
+
+    def remove_if_unused(self) -> None:
+        if not self.explicit and not any(True for _ in self.users):
+            self.remove()
+
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def _attachment_of(model: nn.Module) -> Attachment:
+    """The attachment of `model`, hooked now if it is not; `ValueError` where unsupported."""
+    with _lock:
+        decoder = decoder_of(model)
+        attachment = _attachments.get(decoder)
+        if attachment is None:
+            attachment = _attachments[decoder] = Attachment(ModelKey(describe(model)))
+        if not attachment.handles:
+            attachment.handles = list(_install(describe(model), attachment.key))
+        return attachment
+
+
+def _install(decoder: Decoder, key: ModelKey) -> Iterator[RemovableHandle]:
+    signature = inspect.signature(type(decoder.module).forward)
+    hook = DecoderHook(key, tuple(signature.parameters)[1:])
+    yield decoder.module.register_forward_pre_hook(hook, with_kwargs=True)
+    for site in decoder.sites:
+        yield from _install_site(site, key)
+
+
+def _install_site(site: AttentionSite, key: ModelKey) -> Iterator[RemovableHandle]:
+    hook = AttentionHook(key, site.layer_idx)
+    yield site.attention.register_forward_pre_hook(hook, with_kwargs=True)
+    yield site.query.register_forward_hook(QueryHook())
+    yield site.key.register_forward_hook(KeyHook())
+
+
+def attach(model: nn.Module) -> None:
+    """Install kvpage's hooks on `model` until `detach`; without it they come and go with caches.
+
+    Raises `TypeError` when `model` is no transformers model, `ValueError` when its architecture is
+    not supported.
+    """
+    _attachment_of(model).explicit = True
+
+
+def detach(model: nn.Module) -> None:
+    """Remove kvpage's hooks from `model`; caches in use on it then raise at their next forward."""
+    with _lock:
+        attachment = _attachments.get(decoder_of(model))
+        if attachment is not None:
+            attachment.explicit = False
+            attachment.remove()
+
+
+def join(model: nn.Module, cache: HookedCache) -> Attachment:
+    """Hook `model` for as long as `cache` lives."""
+    attachment = _attachment_of(model)
+    if cache not in attachment.users:
+        attachment.users.add(cache)
+        weakref.finalize(cache, attachment.remove_if_unused).atexit = False
+    return attachment
+
+
+class Watcher:
+    """Finds the model of a cache that was made without one.
+
+    Until the cache has met its model, a process-wide pre-hook sees every model being called and
+    hooks it for this cache, before any of its attention modules run.
+    """
+
+    def __init__(self, cache: HookedCache) -> None:
+        self._cache = weakref.ref(cache)
+        self.refusal: Exception | None = None
+        """Why the last model called can't be used."""
+        self.candidates: list[Attachment] = []
+        self._handle = register_module_forward_pre_hook(self._see)
+        weakref.finalize(cache, self._handle.remove).atexit = False
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        cache = self._cache()
+        if cache is None or not isinstance(module, PreTrainedModel):
+            return
+        try:
+            attachment = join(module, cache)
+        except (ValueError, TypeError) as error:
+            self.refusal = error
+            return
+        self.refusal = None
+        if attachment not in self.candidates:
+            self.candidates.append(attachment)
+
+    def stop(self, key: ModelKey) -> Attachment:
+        """The cache met the model of `key`: leave all others; returns its attachment."""
+        self._handle.remove()
+        cache = self._cache()
+        assert cache is not None
+        (met,) = (a for a in self.candidates if a.key is key)
+        for attachment in self.candidates:
+            if attachment is not met:
+                attachment.leave(cache)
+        self.candidates.clear()
+        return met

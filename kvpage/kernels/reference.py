@@ -1,0 +1,60 @@
+"""The ops in plain torch: their definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCRATCH_ELEMENTS = 1 << 16
+"""Elements of scratch a chunk may use: with the few float32 buffers live at once, below 1 MiB."""
+
+
+def score_tokens(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> Tensor:
+    """Score every key against the expected coming queries (design: closed form of TriAttention).
+
+    `S = k . u + |k|_band . w` with `|k|_band` the magnitude of each rotated pair of dimensions in
+    the half layout (`d` pairs with `d + F`); dimensions from `2 F` on are not rotated and enter
+    only through the dot product.
+
+    keys: `[B, Hkv, L, D]`, any float dtype, any strides; direction `u`: `[B, H, D]`; norm_weight
+    `w`: `[B, H, F]`; both float32. Returns float32 `[B, H, L]`.
+    """
+    batch, kv_heads, live, dim = keys.shape
+    heads, bands = direction.shape[1], norm_weight.shape[2]
+    groups = heads // kv_heads
+    scores = torch.empty(batch, heads, live, dtype=torch.float32, device=keys.device)
+    chunk = max(1, SCRATCH_ELEMENTS // (kv_heads * dim))
+    for row in range(batch):
+        u = direction[row].view(kv_heads, groups, dim)
+        w = norm_weight[row].view(kv_heads, groups, bands)
+        out = scores[row].view(kv_heads, groups, live)
+        for start in range(0, live, chunk):
+            k = keys[row, :, start : start + chunk].float()  # [Hkv, C, D]
+            magnitude = torch.hypot(k[..., :bands], k[..., bands : 2 * bands])  # [Hkv, C, F]
+            part = u @ k.transpose(1, 2)
+            part += w @ magnitude.transpose(1, 2)
+            out[:, :, start : start + chunk] = part
+    return scores
+
+
+def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:
+    """Copy tokens from slots `source` of `blocks` to slots `target` of `into`, in order.
+
+    blocks, into: `[Hkv, num_blocks, block_size, D]`, the same tensor when tokens slide in place.
+    source: physical slots `[B, Hkv, n]`; target: `[B, n]`; int64.
+
+    In place it is right because survivors keep their order: the i-th survivor comes from a slot of
+    its row at or after the i-th, so once slots before `target[i]` were written nothing that is
+    still to be read lies there. Chunks ascend, and each is gathered before it is written, so the
+    scratch is one chunk.
+    """
+    heads, _, size, dim = blocks.shape
+    flat = blocks.view(-1, dim)
+    flat_into = into.view(heads, -1, dim)
+    head_offset = torch.arange(heads, device=blocks.device)[:, None] * (blocks.shape[1] * size)
+    chunk = max(1, SCRATCH_ELEMENTS // (heads * dim))
+    for row in range(source.shape[0]):
+        for start in range(0, source.shape[2], chunk):
+            picked = source[row, :, start : start + chunk] + head_offset  # [Hkv, C]
+            tokens = flat.index_select(0, picked.reshape(-1)).view(heads, -1, dim)
+            flat_into.index_copy_(1, target[row, start : start + chunk], tokens)

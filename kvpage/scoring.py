@@ -1,0 +1,171 @@
+"""Scorers: keys + statistics -> a score per live token; the higher, the longer it stays.
+
+The default, `centroid`, is TriAttention's (arXiv 2604.04921), with the mean over the offsets of
+the coming queries taken in closed form. With `w_f = q_f exp(i w_f t) D_f`,
+`D_f = mean over offsets d of exp(i w_f d)`, `q` the mean pre-RoPE query, `a` the mean magnitude,
+`k` a cached (rotated) key and `t` the next position:
+
+    S = Re sum_f w_f conj(k_f)  +  sum_f (a_f - |q_f|) |k_f|
+
+one dot product with an expected coming query, and one weighted sum of band magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvpage import kernels
+from kvpage.architectures import Rope
+from kvpage.centroids import Statistics, band_magnitude
+
+OFFSETS = tuple(2**i for i in range(13))
+"""Distances of the coming queries, in tokens: 1, 2, 4, ... 4096."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores the live tokens of one layer.
+
+    keys: `[B, Hkv, L, D]`, as cached (rotated); statistics: of the layer, or `None` where
+    `needs_statistics` is False; next_position: int64 `[B]`, the position of each row's next token.
+    Returns `[B, Hkv, L]`, or `[B, H, L]`: one score per query head, which are then standardised
+    over the candidates and merged by their maximum within each KV head.
+    """
+
+    needs_statistics: bool
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor: ...
+
+
+def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) -> Tensor:
+    """`mean over offsets of exp(i w_f (t + offset))`, complex128 `[B, F]`, for `t` `[B]` int64.
+
+    On the device of `positions` (which must have float64).
+    """
+    offset_phases = rope.inv_freq[:, None] * torch.tensor(offsets, dtype=torch.float64)
+    mean = torch.polar(torch.ones_like(offset_phases), offset_phases).mean(dim=1)
+    phase = positions.double()[:, None] * rope.inv_freq.to(positions.device)
+    return torch.polar(torch.ones_like(phase), phase) * mean.to(positions.device)
+
+
+def expected_query(mean: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """The centroid `mean` `[B, H, D]`, rotated to the coming positions and averaged over them."""
+    if positions.device.type == "mps":  # no float64 there
+        positions = positions.cpu()
+    factor = rotation(rope, positions)[:, None]
+    cos, sin = factor.real.float().to(mean.device), factor.imag.float().to(mean.device)  # [B, 1, F]
+    bands = rope.bands
+    re, im = mean[..., :bands], mean[..., bands : 2 * bands]
+    return torch.cat((re * cos - im * sin, re * sin + im * cos, mean[..., 2 * bands :]), dim=-1)
+
+
+class Centroid:
+    """Where the coming queries will look, from the centroid of the queries so far."""
+
+    needs_statistics = True
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor:
+        assert statistics is not None
+        bands = statistics.rope.bands
+        direction = expected_query(statistics.query_mean, statistics.rope, next_position)
+        spread = statistics.query_magnitude - band_magnitude(statistics.query_mean, bands)
+        return kernels.score_tokens(keys, direction, spread.clamp_min(0))
+
+
+class Streaming:
+    """Sinks and the latest tokens only: every candidate scores by its age (StreamingLLM)."""
+
+    needs_statistics = False
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor:
+        batch, kv_heads, live, _ = keys.shape
+        age = torch.arange(live, dtype=torch.float32, device=keys.device)
+        return age.expand(batch, kv_heads, live)
+
+
+class KeyNorm:
+    """Keys of small norm stay: they tend to draw much attention (arXiv 2406.11430)."""
+
+    needs_statistics = False
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor:
+        return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+
+
+class Random:
+    """Pseudo-random scores: a hash of next position, head and slot, so no state and no seed."""
+
+    needs_statistics = False
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor:
+        _, kv_heads, live, _ = keys.shape
+        device = keys.device
+        head = torch.arange(kv_heads, device=device)[None, :, None]
+        slot = torch.arange(live, device=device)
+        x = (next_position.to(device)[:, None, None] * 1_000_003 + head) * 1_000_033 + slot
+        for _ in range(3):  # xorshift-multiply mixing, kept to 31 bits
+            x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
+        return x.double().div(2**31).float()
+
+
+class Custom:
+    """A user's function `(keys, statistics, next_position) -> scores`, with its result checked."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.needs_statistics = bool(getattr(function, "needs_statistics", True))
+
+    def __call__(
+        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
+    ) -> Tensor:
+        scores = self.function(keys, statistics, next_position)
+        batch, kv_heads, live, _ = keys.shape
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            raise TypeError(f"scorer: a float tensor expected, got {_describe(scores)}")
+        heads = kv_heads if statistics is None else statistics.query_mean.shape[1]
+        if scores.shape not in ((batch, kv_heads, live), (batch, heads, live)):
+            raise ValueError(
+                f"scorer: scores [{batch}, {kv_heads} or {heads}, {live}] expected, got "
+                f"{list(scores.shape)}"
+            )
+        return scores.float()
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+SCORERS: dict[str, type[Centroid | Streaming | KeyNorm | Random]] = {
+    "centroid": Centroid,
+    "streaming": Streaming,
+    "knorm": KeyNorm,
+    "random": Random,
+}
+
+
+def resolve_scorer(scorer: str | Callable[..., Tensor]) -> Scorer:
+    """The scorer of that name, or the user's own callable, checked on use."""
+    if isinstance(scorer, str):
+        if scorer not in SCORERS:
+            raise ValueError(
+                f"scorer: one of {', '.join(map(repr, SCORERS))} or a callable expected, "
+                f"got {scorer!r}"
+            )
+        return SCORERS[scorer]()
+    if not callable(scorer) or isinstance(scorer, type):
+        raise TypeError(f"scorer: a name or a callable expected, got {scorer!r}")
+    return Custom(scorer)

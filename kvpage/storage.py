@@ -1,0 +1,145 @@
+"""The tensors behind the blocks of one layer.
+
+Head-major: `[kv_heads, num_blocks, block_size, head_dim]` for K and for V, so that the consecutive
+blocks of a head are one contiguous run and a row that is consecutive is read without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvpage.blocks import Layout
+from kvpage.ledger import Step
+
+
+class LayerStorage:
+    """K and V of one layer, for every row. `D` and `Dv` may differ between K and V."""
+
+    def __init__(self, block_size: int, keys: Tensor, values: Tensor) -> None:
+        """Take heads, head_dim, dtype and device from `keys` and `values` `[B, Hkv, q, D]`."""
+        self.block_size = block_size
+        self.keys = keys.new_empty(keys.shape[1], 0, block_size, keys.shape[3])
+        self.values = values.new_empty(values.shape[1], 0, block_size, values.shape[3])
+        self._layout: Layout | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+        self._tables: Tensor | None = None
+
+    @property
+    def bytes_reserved(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def relocate(self, num_blocks: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """Replace the storage by one of `num_blocks` blocks, copying block `old` to `new`."""
+        runs = _runs(pairs)
+        keys = _relocated(self.keys, num_blocks, runs)
+        self.replace(keys, _relocated(self.values, num_blocks, runs))
+
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Take `keys` and `values` `[Hkv, num_blocks, block_size, D]` as the storage."""
+        self.keys, self.values = keys, values
+        self._layout = None
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy block `source` to block `target` within the storage (copy-on-write)."""
+        for source, target in pairs:
+            self.keys[:, target].copy_(self.keys[:, source])
+            self.values[:, target].copy_(self.values[:, source])
+
+    def append(self, step: Step, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write `keys` and `values` `[B, Hkv, q, D]` behind the kept tokens; return all live ones.
+
+        Views of the storage where the rows lie at equal strides, else a gathered copy.
+        """
+        start, stop = step.kept, step.kept + step.num_new
+        self._use(step.layout)
+        if self._views is not None:
+            live_keys, live_values = self.read(step.layout, stop)
+            live_keys[:, :, start:].copy_(keys)
+            live_values[:, :, start:].copy_(values)
+            return live_keys, live_values
+        slots = self._slots(start, stop)
+        _scatter(self.keys, slots, keys)
+        _scatter(self.values, slots, values)
+        return self.read(step.layout, stop)
+
+    def read(self, layout: Layout, live: int) -> tuple[Tensor, Tensor]:
+        """The live keys and values `[B, Hkv, live, D]` under `layout`: views where rows allow."""
+        self._use(layout)
+        if self._views is not None:
+            return self._views[0][:, :, :live], self._views[1][:, :, :live]
+        return self._gather(self.keys, live), self._gather(self.values, live)
+
+    def _slots(self, start: int, stop: int) -> Tensor:
+        """Physical slots `[B, stop - start]` int64 of live tokens `[start, stop)`."""
+        assert self._tables is not None
+        token = torch.arange(start, stop, device=self.keys.device)
+        return self._tables[:, token // self.block_size] * self.block_size + token % self.block_size
+
+    def tables_of(self, layout: Layout) -> Tensor:
+        """The block tables of `layout` as an int64 tensor `[B, blocks]` on this layer's device."""
+        return torch.tensor(layout.tables, dtype=torch.int64, device=self.keys.device)
+
+    def _use(self, layout: Layout) -> None:
+        if layout is self._layout:
+            return
+        self._layout = layout
+        self._views, self._tables = None, None
+        if layout.strides is None:
+            self._tables = self.tables_of(layout)
+        else:
+            self._views = (
+                _row_views(self.keys, layout.strides, len(layout.tables)),
+                _row_views(self.values, layout.strides, len(layout.tables)),
+            )
+
+    def _gather(self, blocks: Tensor, live: int) -> Tensor:
+        """Copy of the live tokens `[B, Hkv, live, D]` through the block tables."""
+        assert self._tables is not None
+        batch, count = self._tables.shape
+        heads, _, size, dim = blocks.shape
+        picked = blocks.index_select(1, self._tables.reshape(-1))
+        return picked.view(heads, batch, count * size, dim).transpose(0, 1)[:, :, :live]
+
+
+def _row_views(blocks: Tensor, strides: tuple[int, int], rows: int) -> Tensor:
+    """View `[rows, Hkv, slots, D]` of equally spaced, consecutive rows."""
+    first, step = strides
+    heads, num_blocks, size, dim = blocks.shape
+    count = step if rows > 1 else num_blocks - first
+    count = min(count, num_blocks - first - step * (rows - 1))
+    return blocks.as_strided(
+        (rows, heads, count * size, dim),
+        (step * size * dim, num_blocks * size * dim, dim, 1),
+        storage_offset=first * size * dim,
+    )
+
+
+def _scatter(blocks: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """Write `tokens` `[B, Hkv, q, D]` to physical `slots` `[B, q]`."""
+    heads, num_blocks, size, dim = blocks.shape
+    flat = blocks.view(heads, num_blocks * size, dim)
+    flat.index_copy_(1, slots.reshape(-1), tokens.transpose(0, 1).reshape(heads, -1, dim))
+
+
+def _runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Merge `(old, new)` block pairs into runs `(old, new, length)`."""
+    runs: list[tuple[int, int, int]] = []
+    for old, new in pairs:
+        if runs:
+            start, target, length = runs[-1]
+            if (old, new) == (start + length, target + length):
+                runs[-1] = (start, target, length + 1)
+                continue
+        runs.append((old, new, 1))
+    return runs
+
+
+def _relocated(blocks: Tensor, num_blocks: int, runs: list[tuple[int, int, int]]) -> Tensor:
+    heads, _, size, dim = blocks.shape
+    new = blocks.new_empty(heads, num_blocks, size, dim)
+    for old, target, length in runs:
+        new[:, target : target + length].copy_(blocks[:, old : old + length])
+    return new
