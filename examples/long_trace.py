@@ -8,7 +8,7 @@ import argparse
 import gc
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -32,12 +32,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kvpage import PagedCompactCache
+from kvpage import PagedCompactCache, Report
 
-QUESTION = (
-    "Write a detailed history of the bicycle, from the first two-wheelers to the present day: "
-    "the inventors, the materials, the races, and how it changed the way people live."
-)
+QUESTION = "Write a long story about a lighthouse keeper and the storm that changed her life."
 EXCERPT = 300
 """Characters of the text to print from either end."""
 
@@ -124,22 +121,29 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", type=device, default=default_device, help="where to run")
+    add(
+        "--repetition-penalty",
+        type=at_least(1, float),
+        default=1.1,
+        metavar="X",
+        help="above 1 keeps a small model out of loops; 1 is none",
+    )
     add("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
     add("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling")
     add("--compare", action="store_true", help="decode with DynamicCache as well, and time both")
     return parser
 
 
-def at_least(minimum: int):
-    """An argparse type: an integer no smaller than `minimum`."""
+def at_least(minimum: int, number: type[int] | type[float] = int) -> Callable[[str], int | float]:
+    """An argparse type: a `number` no smaller than `minimum`."""
 
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+    def parse(text: str) -> int | float:
+        value = number(text)
+        if not value >= minimum:  # so put, "nan" is refused too
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {text}")
         return value
 
-    parse.__name__ = "int"  # argparse names the type so in its error for "abc"
+    parse.__name__ = number.__name__  # the name argparse gives in "invalid int value"
     return parse
 
 
@@ -185,6 +189,7 @@ def decode(
             max_new_tokens=args.new_tokens,
             min_new_tokens=args.new_tokens,
             do_sample=args.do_sample,
+            repetition_penalty=args.repetition_penalty,
             streamer=streamer,
         )
     return Decoding(
@@ -222,20 +227,21 @@ def print_text(console: Console, text: str) -> None:
     console.print()
 
 
-def memory_table(report, config: PreTrainedConfig, dtype: torch.dtype) -> Table:
+def memory_table(report: Report, config: PreTrainedConfig, dtype: torch.dtype) -> Table:
     """`report` of a PagedCompactCache beside what a DynamicCache holds after as many tokens."""
     seen = report.seen_tokens
     full_blocks = f"{-(-seen // report.block_size):,}"
     full_bytes = mebibytes(full_cache_bytes(config, dtype, seen))
     cost = f"{report.compactions:,} in {report.compaction_seconds:.2f} s"
-    table = Table(title=f"KV cache after {seen:,} tokens")
+    unbound = None if report.budget_bound else "the budget never bound: nothing was evicted"
+    table = Table(title=f"KV cache after {seen:,} tokens", caption=unbound)
     add_columns(table, "PagedCompactCache", "DynamicCache")
     table.add_row("live tokens", f"{report.live_tokens:,}", f"{seen:,}")
     table.add_row(f"blocks of {report.block_size} in use", f"{report.blocks_used:,}", full_blocks)
     table.add_row("blocks at the peak", f"{report.blocks_peak:,}", full_blocks)
     table.add_row("blocks reserved but free", f"{report.blocks_free:,}", "")
     table.add_row("blocks given back", f"{report.blocks_freed:,}", "0")
-    table.add_row("… if it only evicted", f"{report.blocks_freed_without_compaction:,}", "")
+    table.add_row("… had it only evicted", f"{report.blocks_freed_without_compaction:,}", "")
     table.add_row("KV bytes in use", mebibytes(report.bytes_in_use), full_bytes)
     table.add_row("KV bytes reserved", mebibytes(report.bytes_reserved), full_bytes)
     table.add_row("KV bytes at the peak", mebibytes(report.bytes_peak), full_bytes)

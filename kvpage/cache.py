@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvpage.centroids import Statistics
 from kvpage.compat import query_length as length_of
 from kvpage.forwards import Forward, Forwards
-from kvpage.hooks import Attachment, HookedCache, ModelKey, Watcher, join, take_call
+from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, Watcher, join, take_call
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Ledger
 from kvpage.report import Report, blocks_held_in_place
@@ -102,6 +103,7 @@ class PagedCompactCache(HookedCache, Cache):
         not continue what is cached, `RuntimeError` when an earlier forward stopped half-way.
         """
         call = take_call(self, layer_idx)
+        self._check_caller(call)
         layer = self._layer(layer_idx)
         _check_states(key_states, value_states)
         layer.check_states(key_states, value_states)
@@ -181,6 +183,17 @@ class PagedCompactCache(HookedCache, Cache):
         budget for a block of others.
         """
         self._forwards.pin(start, stop)
+
+    def statistics(self, layer_idx: int) -> Statistics:
+        """Queries and keys before RoPE seen so far at `layer_idx`, per row and head.
+
+        Raises `IndexError` for a layer that has seen nothing, `ValueError` when the scorer needs
+        no statistics, so that none are collected.
+        """
+        layer = self.layers[layer_idx]
+        layer.check_statistics()
+        assert layer.statistics is not None
+        return layer.statistics.read()
 
     def report(self) -> Report:
         """What happened so far; the counterfactual is worked out here, not while decoding."""
@@ -288,14 +301,23 @@ class PagedCompactCache(HookedCache, Cache):
     def _begin(self, batch: int, num_new: int) -> Forward:
         if self._watcher is not None and self._watcher.refusal is not None:
             raise self._watcher.refusal
-        if self._attachment is not None and not self._attachment.handles:
-            raise RuntimeError(f"kvpage was detached from this {self._key.name}; attach it again")
         self._check_complete()
         self._check_statistics(num_new)
         forward = self._forwards.begin(batch, num_new)
         if forward.due is not None and self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
+
+    def _check_caller(self, call: Call | None) -> None:
+        """Raise unless the update comes from the cache's own model, through its hooks."""
+        if self._attachment is None or call is not None:
+            return
+        if not self._attachment.handles:
+            raise RuntimeError(f"kvpage was detached from this {self._key.name}; attach it again")
+        raise ValueError(
+            f"cache: belongs to the {self._key.name} it was first used with; this update came from "
+            "elsewhere. A cache serves one model: make a new one"
+        )
 
     def _check_complete(self) -> None:
         layers = len(self.layers) if self._attachment is None else self._key.num_layers

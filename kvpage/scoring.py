@@ -54,12 +54,14 @@ def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) 
     return torch.polar(torch.ones_like(phase), phase) * mean.to(positions.device)
 
 
-def expected_query(mean: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+def expected_query(
+    mean: Tensor, rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS
+) -> Tensor:
     """The centroid `mean` `[B, H, D]`, rotated to the coming positions and averaged over them."""
     if positions.device.type == "mps":  # no float64 there
         positions = positions.cpu()
-    factor = rotation(rope, positions)[:, None]
-    cos, sin = factor.real.float().to(mean.device), factor.imag.float().to(mean.device)  # [B, 1, F]
+    factor = rotation(rope, positions, offsets)[:, None]
+    cos, sin = factor.real.to(mean), factor.imag.to(mean)  # [B, 1, F]
     bands = rope.bands
     re, im = mean[..., :bands], mean[..., bands : 2 * bands]
     return torch.cat((re * cos - im * sin, re * sin + im * cos, mean[..., 2 * bands :]), dim=-1)

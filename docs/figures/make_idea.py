@@ -12,12 +12,13 @@ NUM_BLOCKS, BLOCK_SIZE, BUDGET = 12, 16, 64
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 SINKS, RECENT, SEED = 4, 16, 3
 
-WIDTH, HEIGHT = 860, 404
-CELLS_ACROSS, CELL, CELL_GAP, PADDING, BLOCK_GAP = 4, 10.0, 1.5, 3.5, 5.0
+WIDTH, HEIGHT = 860, 382
+CELLS_ACROSS, CELL, CELL_GAP, PADDING, BLOCK_GAP = 4, 9.5, 1.5, 3.5, 5.0
 GRID = CELLS_ACROSS * (CELL + CELL_GAP) - CELL_GAP
 BLOCK = GRID + 2 * PADDING
-CAPTION_LEFT, BLOCKS_LEFT = 24.0, 166.0
-FULL_TOP, EVICTED_TOP, COMPACTED_TOP, LEGEND_TOP = 36.0, 124.0, 252.0, 364.0
+CAPTION_LEFT, BLOCKS_LEFT = 22.0, 189.0
+FULL_TOP, EVICTED_TOP, COMPACTED_TOP, LEGEND_TOP = 36.0, 122.0, 248.0, 350.0
+LEGEND_BAR = 96.0
 
 PALETTE = ((47, 129, 247), (130, 92, 240), (226, 76, 150), (240, 146, 40))
 """RGB from the first token to the last; of middling lightness, for light and dark pages."""
@@ -41,6 +42,7 @@ STYLE = """
     .card { fill: #0d1117; stroke: #3d444d; }
     .block { fill: #1c2128; stroke: #4a525c; }
     .free { stroke: #4a525c; }
+    .going { opacity: .27; }
   }
 """
 
@@ -53,14 +55,15 @@ def draw() -> str:
     full: Slots = list(range(NUM_SLOTS))
     evicted: Slots = [position if position in survivors else None for position in full]
     compacted: Slots = [*survivors, *[None] * (NUM_SLOTS - len(survivors))]
+    to_keep = f"{len(survivors)} to keep, {NUM_SLOTS - len(survivors)} to evict"
     body = [
-        *caption(FULL_TOP, "Full", full, f"{len(survivors)} score high enough"),
+        *caption(FULL_TOP, "Full", full, to_keep),
         *row(FULL_TOP, full, survivors, count_y=FULL_TOP - 6),
         *caption(EVICTED_TOP, "Evict only", evicted, freed(evicted), "result"),
         *row(EVICTED_TOP, evicted, survivors, count_y=EVICTED_TOP - 6),
         *ribbons(survivors),
         *slide_caption(),
-        *caption(COMPACTED_TOP, "Evict, then compact", compacted, freed(compacted), "result"),
+        *caption(COMPACTED_TOP, "Compact", compacted, freed(compacted), "result"),
         *row(COMPACTED_TOP, compacted, survivors, count_y=COMPACTED_TOP + BLOCK + 14),
         *pool_bracket(len(live_per_block(compacted)) - num_freed(compacted)),
         *legend(),
@@ -94,7 +97,7 @@ def head(summary: str) -> Iterator[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title summary">'
     )
-    yield '<title id="title">Eviction alone frees hardly a block; compaction does</title>'
+    yield '<title id="title">Eviction leaves holes; compaction gives blocks back</title>'
     yield f'<desc id="summary">Of the blocks of a full KV cache, {summary}.</desc>'
     yield f"<style>{STYLE}</style>"
     yield (f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>')
@@ -162,19 +165,26 @@ def pool_bracket(first_free: int) -> Iterator[str]:
     left, right = block_left(first_free), block_left(NUM_BLOCKS - 1) + BLOCK
     y = COMPACTED_TOP + BLOCK + 6
     yield f'<path class="bracket" d="M{left} {y}v6H{right}v-6"/>'
-    label = "back in the pool, whole, for any sequence"
+    label = "back in the pool, for any sequence to use"
     yield text((left + right) / 2, y + 22, label, "middle")
 
 
 def legend() -> Iterator[str]:
-    y, baseline = LEGEND_TOP, LEGEND_TOP + 10
-    x = BLOCKS_LEFT
-    width = 96.0
-    for step in range(NUM_BLOCKS):
-        fill = colour(step * (NUM_SLOTS - 1) // (NUM_BLOCKS - 1))
-        at = x + step * width / NUM_BLOCKS
-        yield f'<rect x="{at}" y="{y}" width="{width / NUM_BLOCKS}" height="{CELL}" fill="{fill}"/>'
-    yield text(x + width + 8, baseline, "first to last token")
+    y, baseline, step = LEGEND_TOP, LEGEND_TOP + CELL, LEGEND_BAR / NUM_BLOCKS
+    for block in range(NUM_BLOCKS):
+        fill = colour(block * (NUM_SLOTS - 1) // (NUM_BLOCKS - 1))
+        at = BLOCKS_LEFT + block * step
+        yield f'<rect x="{at}" y="{y}" width="{step}" height="{CELL}" fill="{fill}"/>'
+    yield text(BLOCKS_LEFT + LEGEND_BAR + 8, baseline, "first to last token")
+    x = BLOCKS_LEFT + 246
+    yield f'<rect class="going" {box(x, y, CELL)} rx="2" fill="{colour(NUM_SLOTS // 2)}"/>'
+    yield text(x + CELL + 7, baseline, "to be evicted")
+    x = BLOCKS_LEFT + 376
+    yield f'<rect class="free" {box(x, y, CELL)} rx="2"/>'
+    yield text(x + CELL + 7, baseline, "free")
+    x = BLOCKS_LEFT + 458
+    yield text(x, baseline, str(BLOCK_SIZE), "count")
+    yield text(x + 19, baseline, "live tokens in the block")
 
 
 def block_left(block: int) -> float:

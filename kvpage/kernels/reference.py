@@ -17,19 +17,19 @@ def score_tokens(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> Tensor
     only through the dot product.
 
     keys: `[B, Hkv, L, D]`, any float dtype, any strides; direction `u`: `[B, H, D]`; norm_weight
-    `w`: `[B, H, F]`; both float32. Returns float32 `[B, H, L]`.
+    `w`: `[B, H, F]`, both float32. Returns float32 `[B, H, L]`; all in float64 if `u` is.
     """
     batch, kv_heads, live, dim = keys.shape
     heads, bands = direction.shape[1], norm_weight.shape[2]
     groups = heads // kv_heads
-    scores = torch.empty(batch, heads, live, dtype=torch.float32, device=keys.device)
+    scores = torch.empty(batch, heads, live, dtype=direction.dtype, device=keys.device)
     chunk = max(1, SCRATCH_ELEMENTS // (kv_heads * dim))
     for row in range(batch):
         u = direction[row].view(kv_heads, groups, dim)
         w = norm_weight[row].view(kv_heads, groups, bands)
         out = scores[row].view(kv_heads, groups, live)
         for start in range(0, live, chunk):
-            k = keys[row, :, start : start + chunk].float()  # [Hkv, C, D]
+            k = keys[row, :, start : start + chunk].to(u.dtype)  # [Hkv, C, D]
             magnitude = torch.hypot(k[..., :bands], k[..., bands : 2 * bands])  # [Hkv, C, F]
             part = u @ k.transpose(1, 2)
             part += w @ magnitude.transpose(1, 2)

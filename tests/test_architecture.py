@@ -1,0 +1,68 @@
+"""Imports run one way, and only the modules named here know transformers or Triton."""
+
+import ast
+from pathlib import Path
+
+import kvpage
+
+PACKAGE = Path(kvpage.__file__).parent
+ORDER = [  # a module imports only from lines above its own
+    {"blocks", "compat", "architectures", "settings", "positions", "report", "kernels.reference"},
+    {"kernels", "ledger", "centroids"},
+    {"storage", "scoring", "hooks"},
+    {"compaction"},
+    {"layer"},
+    {"forwards"},
+    {"cache"},
+    {"kvpage"},
+]
+KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer"}
+KNOW_TRITON: set[str] = set()
+TENSOR_FREE = {"blocks", "ledger", "settings"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: absolute imports only"
+            if node.module == "kvpage":
+                found |= {f"kvpage.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+    return found
+
+
+def modules() -> dict[str, set[str]]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        name = "kvpage" if name == "__init__" else name.removesuffix(".__init__")
+        found[name] = imports(path)
+    return found
+
+
+def test_imports_run_one_way():
+    rank = {name: i for i, names in enumerate(ORDER) for name in names}
+    assert set(modules()) == set(rank)
+    for name, imported in modules().items():
+        for target in imported:
+            if target.startswith("kvpage."):
+                target = target.removeprefix("kvpage.")
+                assert rank[target] < rank[name], f"{name} imports {target}"
+
+
+def test_only_the_modules_named_know_transformers_and_triton():
+    for name, imported in modules().items():
+        roots = {target.split(".")[0] for target in imported}
+        assert ("transformers" in roots) <= (name in KNOW_TRANSFORMERS), name
+        assert ("triton" in roots) <= (name in KNOW_TRITON), name
+        assert not (name in TENSOR_FREE and "torch" in roots), name
+
+
+def test_files_and_the_library_stay_small():
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert max(lines.values()) <= 360
+    assert sum(lines.values()) <= 3500
