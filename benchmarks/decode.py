@@ -23,7 +23,7 @@ import json
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -31,12 +31,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from synthetic import Geometry, collect, fill, geometry_of, kv_bytes, steady_chunks
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
 from kvpage import PagedCompactCache
-from kvpage.architectures import Rope, describe
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from smollm2 import fetch_smollm2
@@ -49,20 +48,6 @@ PROMPT = "Explain how a bicycle stays upright, and name three people who improve
 FLOOR, DYNAMIC, PAGED, BOUNDED = "empty cache", "DynamicCache", "budget=None", f"budget={BUDGET}"
 YOUNG = f"{BOUNDED} at {BUDGET:,} seen"
 CACHES = (DYNAMIC, PAGED, BOUNDED)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a cache sees of a model."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope
-
-    def random_tokens(self, heads: int, count: int) -> Tensor:
-        return torch.randn(1, heads, count, self.head_dim)
 
 
 @dataclass
@@ -115,12 +100,17 @@ class Target:
     limit: float
     at_least: bool = False
 
-    def __str__(self) -> str:
-        bound = f"{'at least' if self.at_least else 'at most'} {self.limit:g}"
+    @property
+    def verdict(self) -> str:
         if self.value is None:
-            return f"SKIP  {self.claim}: {bound} wanted, not measured"
+            return "SKIP"
         met = self.value >= self.limit if self.at_least else self.value <= self.limit
-        return f"{'PASS' if met else 'FAIL'}  {self.claim}: {bound} wanted, {self.value:.3f}"
+        return "PASS" if met else "FAIL"
+
+    def __str__(self) -> str:
+        wanted = f"at {'least' if self.at_least else 'most'} {self.limit:g} wanted"
+        figure = "not measured" if self.value is None else f"{self.value:.3f}"
+        return f"{self.verdict}  {self.claim}: {wanted}, {figure}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,18 +164,12 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def geometry_of(model: PreTrainedModel) -> Geometry:
-    decoder, config = describe(model), model.config
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Geometry(decoder.num_layers, heads, config.num_key_value_heads, head_dim, decoder.rope)
-
-
 def new_cache(model: PreTrainedModel, name: str) -> Cache:
+    """A cache that has yet to meet `model`, so that it can be filled without."""
     if name == PAGED:
-        return PagedCompactCache(model, budget=None)
+        return PagedCompactCache(budget=None)
     if name in (BOUNDED, YOUNG):
-        return PagedCompactCache(model, budget=BUDGET, interval=INTERVAL)
+        return PagedCompactCache(budget=BUDGET, interval=INTERVAL)
     return DynamicCache(config=model.config)
 
 
@@ -208,51 +192,6 @@ def caches_that_differ(model: PreTrainedModel, tokenizer: Any) -> list[str]:
         for name in CACHES
     }
     return [name for name in CACHES if not torch.equal(texts[name], texts[DYNAMIC])]
-
-
-# Filling a cache without the model.
-
-
-def fill(cache: Cache, name: str, geometry: Geometry, seen: int) -> None:
-    """Pass `seen` random tokens through `cache.update`, with their queries where they are ranked.
-
-    Standard normal, so a centroid finds no structure; what is timed does not depend on it.
-    """
-    ranked = name in (BOUNDED, YOUNG)
-    for count in chunks_to_steady_state(seen) if ranked else [seen]:
-        for index in range(geometry.layers):
-            keys, values = (geometry.random_tokens(geometry.kv_heads, count) for _ in "kv")
-            cache.update(keys, values, index)
-            if ranked:
-                collect(cache, index, geometry, geometry.random_tokens(geometry.heads, count), keys)
-
-
-def collect(cache: Cache, index: int, geometry: Geometry, queries: Tensor, keys: Tensor) -> None:
-    """Give the layer's statistics `queries` and `keys` `[1, heads, n, D]`, as the hooks would."""
-    queries, keys = (x.transpose(1, 2).flatten(2) for x in (queries, keys))  # [1, n, heads * D]
-    cache.layers[index].collect(queries, keys, None, geometry.rope)
-
-
-def chunks_to_steady_state(seen: int) -> Iterator[int]:
-    """Chunk lengths, `seen` in total, after which the last token has caused a compaction.
-
-    Below the bound nothing compacts and one chunk does. Else: fill up to the bound, then replace
-    `INTERVAL` tokens at a time, so that the single last token meets a full cache.
-    """
-    bound = BUDGET + INTERVAL
-    if seen <= bound:
-        yield seen
-        return
-    first = bound - INTERVAL + 1 + (seen - 1 - (bound - INTERVAL + 1)) % INTERVAL
-    yield first
-    yield from [INTERVAL] * ((seen - 1 - first) // INTERVAL)
-    yield 1
-
-
-def kv_bytes(cache: Cache) -> int:
-    if isinstance(cache, PagedCompactCache):
-        return cache.report().bytes_reserved
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 # Timing.
@@ -305,7 +244,11 @@ def prepare(contender: Contender, model: PreTrainedModel, geometry: Geometry) ->
     if contender.name != FLOOR and (contender.refills or contender.cache is None):
         contender.cache = None  # or two would be held at once
         contender.cache = new_cache(model, contender.name)
-        fill(contender.cache, contender.name, geometry, contender.seen_tokens)
+        bounded = contender.name in (BOUNDED, YOUNG)
+        seen = contender.seen_tokens
+        fill(
+            contender.cache, geometry, steady_chunks(seen, BUDGET, INTERVAL) if bounded else [seen]
+        )
         contender.kv_bytes = kv_bytes(contender.cache)
         for _ in range(WARMUP_STEPS):
             step_seconds(contender, model)
@@ -332,7 +275,7 @@ def compaction_scratch_bytes(geometry: Geometry) -> int:
     """
     cache = PagedCompactCache(budget=BUDGET, interval=INTERVAL)
     layer = Geometry(1, geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.rope)
-    fill(cache, BOUNDED, layer, 2 * (BUDGET + INTERVAL))
+    fill(cache, layer, steady_chunks(2 * (BUDGET + INTERVAL), BUDGET, INTERVAL))
     tokens = [
         [layer.random_tokens(heads, 1) for heads in (layer.kv_heads, layer.kv_heads, layer.heads)]
         for _ in range(INTERVAL)
@@ -390,10 +333,9 @@ def judge(measurements: Sequence[Measurement], scratch_bytes: int) -> list[Targe
 
 def table(measurements: Sequence[Measurement]) -> str:
     """Medians in ms per token with their ratios, MiB of KV held, and the share of compaction."""
-    rows = [
-        "seen | empty | Dynamic | None | 1024 | Dynamic/1024 | 1024/young | None/Dynamic "
-        "| MiB: Dynamic | None | 1024 | compacting".split(" | ")
-    ]
+    times = ["empty", "Dynamic", "None", "1024"]
+    ratios = ["Dynamic/1024", "1024/young", "None/Dynamic"]
+    rows = [["seen", *times, *ratios, "MiB: Dynamic", "None", "1024", "compacting"]]
     for m in measurements:
         rows.append(
             [
@@ -434,7 +376,7 @@ def summary(
         "measurements": [asdict(m) for m in measurements],
         "scratch_bytes": scratch,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "targets": [asdict(target) for target in targets],
+        "targets": [asdict(target) | {"verdict": target.verdict} for target in targets],
     }
 
 
