@@ -31,6 +31,8 @@ class SlotModel:
 
     def apply(self, step: Step, survivors: list[list[int]] | None, new: list[list[Token]]) -> None:
         """Compact or relocate, copy blocks, append: what a layer does with a step."""
+        if not step.fresh:
+            self.slots += [None] * (step.num_blocks * self.size - len(self.slots))
         if step.compacts:
             assert survivors is not None
             self._compact(step, survivors)
