@@ -396,7 +396,7 @@ def more_live_than_seen(ledger: Ledger) -> None:
         (extra_block, "row 1 holds 3 blocks, 9 live tokens need 2"),
         (missing_block, "row 0 holds 1 blocks, 9 live tokens need 2"),
         (leaked_block, "reference counts say"),
-        (more_live_than_seen, r"live_tokens 9 is not within \[0, seen = 8\]"),
+        (more_live_than_seen, r"live_tokens 9 is not within \[floor = 0, seen = 8\]"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -31,14 +31,10 @@ def test_copies_continue_like_copies_of_dynamic_cache(make, budget, length):
     for cache in (ours, theirs):
         feed(model, prompt(length, batch=2), cache)
     copies = ours.fork(3) if make == "fork" else [copy.deepcopy(ours) for _ in range(3)]
+    pairs = [(cache, copy.deepcopy(theirs)) for cache in (ours, *copies)]
     for turn in range(40):
-        for i, cache in enumerate([ours, *copies]):
+        for i, (cache, reference) in enumerate(pairs):
             token = prompt(1, batch=2, seed=100 * i + turn)
-            reference = references[i] if turn else copy.deepcopy(theirs)
-            if not turn and not i:
-                references = []
-            if not turn:
-                references.append(reference)
             expected = feed(model, token, reference)
             torch.testing.assert_close(feed(model, token, cache), expected, atol=1e-5, rtol=1e-5)
     check_family([ours, *copies])

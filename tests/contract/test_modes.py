@@ -147,7 +147,7 @@ def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention,
 
 
 class Watched(PagedCompactCache):
-    """Notes ids, positions and logits of every forward, row by row, through reordering and crops."""
+    """Notes ids, positions and logits of every forward, through reordering and crops."""
 
     def follow(self, model):
         self.notes = None

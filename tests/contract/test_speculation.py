@@ -82,7 +82,7 @@ def test_full_ids_that_assisted_decoding_would_feed_twice_are_refused():
     cache = PagedCompactCache(model, **SMALL)
     first, _ = generate(model, prompt(30), cache, 10)
     second = torch.cat((first, prompt(9, seed=1)), dim=1)
-    with pytest.raises(ValueError, match="input_ids: .* pass the new ids alone"):
+    with pytest.raises(ValueError, match=r"input_ids: .* pass the new ids alone"):
         generate(model, second, cache, 10, prompt_lookup_num_tokens=4)
     assert cache.get_seq_length() == 39
     generate(model, second, cache, 10)
