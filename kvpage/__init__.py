@@ -1,7 +1,8 @@
 """kvpage: a KV cache for transformers that runs a trace of any length in a fixed memory."""
 
-from kvpage.cache import PagedCompactCache, TracedCompaction
+from kvpage.cache import PagedCompactCache
 from kvpage.centroids import Statistics
+from kvpage.core import TracedCompaction
 from kvpage.hooks import attach, detach
 from kvpage.report import Report
 from kvpage.scoring import Scorer

@@ -18,7 +18,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockPool:
-    """Reference counts and the free list of `num_blocks` blocks.
+    """Reference counts and the free list of `num_blocks` blocks, for one cache or its copies.
 
     A block is free exactly when its reference count is zero. `allocate` prefers the block that
     follows `after`, so that a row that grows alone in its region stays consecutive in memory.
@@ -26,6 +26,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.ref_counts = [0] * num_blocks
+        self.users = 1
+        """How many ledgers hold blocks here: alone, one may lay its blocks out anew."""
         self._free = set(range(num_blocks))
 
     @property
@@ -56,6 +58,12 @@ class BlockPool:
             taken.append(block)
             after = block
         return taken
+
+    def grow(self, count: int) -> None:
+        """Add `count` free blocks; the blocks there keep their ids."""
+        first = self.num_blocks
+        self.ref_counts += [0] * count
+        self._free.update(range(first, first + count))
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Count one more holder of each block."""

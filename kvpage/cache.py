@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +11,15 @@ from transformers.cache_utils import Cache
 
 from kvpage.centroids import Statistics
 from kvpage.compat import query_length as length_of
-from kvpage.forwards import Forward, Forwards
-from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, Watcher, join, take_call
+from kvpage.compat import tokens_to_remove as number_to_remove
+from kvpage.core import PagedCore
 from kvpage.layer import PagedLayer
-from kvpage.ledger import Ledger
-from kvpage.report import Report, blocks_held_in_place
+from kvpage.report import Report, report_on
 from kvpage.scoring import resolve_scorer
 from kvpage.settings import PinPrompt, Settings
 
 
-@dataclass
-class TracedCompaction:
-    """Which tokens one compaction left: kept when a cache is made with `trace=True`."""
-
-    seen_tokens: int
-    """Tokens each row had seen when it ran."""
-    positions: list[Tensor] = field(default_factory=list)
-    """Per layer, int32 `[B, Hkv, kept]` on the CPU: token positions that live on, pads -1."""
-
-
-class PagedCompactCache(HookedCache, Cache):
+class PagedCompactCache(PagedCore, Cache):
     """KV cache in blocks that evicts by geometry and compacts, so that whole blocks come free.
 
     ``model.generate(**inputs, past_key_values=PagedCompactCache())`` needs nothing else: the cache
@@ -58,6 +46,8 @@ class PagedCompactCache(HookedCache, Cache):
     `ValueError` for a model that is not supported.
     """
 
+    layers: list[PagedLayer]  # type: ignore[assignment]
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -71,25 +61,11 @@ class PagedCompactCache(HookedCache, Cache):
         scorer: str | Callable[..., Tensor] = "centroid",
         trace: bool = False,
     ) -> None:
-        self.settings = Settings(budget, interval, block_size, sinks, recent, pin_prompt, trace)
-        self.scorer = resolve_scorer(scorer)
+        settings = Settings(budget, interval, block_size, sinks, recent, pin_prompt, trace)
+        resolved = resolve_scorer(scorer)
+        Cache.__init__(self, layers=[])
         self.scorer_name = scorer if isinstance(scorer, str) else _name_of(scorer)
-        super().__init__(layers=[])
-        self.layers: list[PagedLayer]  # type: ignore[assignment]
-        self.ledger = Ledger(budget, interval, block_size)
-        self._forwards = Forwards(self.settings, self.ledger)
-        self._rope_checked = False
-        self._attachment: Attachment | None = None
-        self._watcher: Watcher | None = None
-        if model is None:
-            self._watcher = Watcher(self)
-        else:
-            self._attachment = join(model, self)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.trace: list[TracedCompaction] | None = [] if self.settings.trace else None
-        self._bytes_peak = 0
+        self._set_up(settings, resolved, model)
 
     # What transformers calls.
 
@@ -102,27 +78,7 @@ class PagedCompactCache(HookedCache, Cache):
         is due, before it appends. Raises `ValueError`, with nothing changed, when the states do
         not continue what is cached, `RuntimeError` when an earlier forward stopped half-way.
         """
-        call = take_call(self, layer_idx)
-        self._check_caller(call)
-        layer = self._layer(layer_idx)
-        _check_states(key_states, value_states)
-        layer.check_states(key_states, value_states)
-        forward = self._forwards.current
-        if forward is None or layer.step_index == forward.step.index:
-            forward = self._begin(key_states.shape[0], key_states.shape[2])
-        self._forwards.check_states(forward, key_states)
-        if layer_idx == len(self.layers):
-            self.layers.append(layer)
-        forward.started += 1
-        everything = layer.apply(forward.step, forward.due, self.scorer, key_states, value_states)
-        if call is not None and self.scorer.needs_statistics:
-            layer.collect(call.queries, call.keys, forward.real, self._key.rope)
-        if forward.due is not None and self.trace is not None and layer.survivors is not None:
-            self.trace[-1].positions.append(layer.survivors.cpu())
-        if forward.step.fresh:
-            self._bytes_peak = max(self._bytes_peak, self._bytes_reserved())
-        forward.applied += 1
-        return everything
+        return self._update(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Seen tokens per row, evicted ones included: the next token's position follows them."""
@@ -131,7 +87,7 @@ class PagedCompactCache(HookedCache, Cache):
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
         """`(live + q, seen - live)` as they will be after a compaction due in this forward."""
         new = length_of(query_length)
-        kept = self.ledger.kept(new)
+        kept = self._forwards.kept(new)
         return kept + new, self.ledger.seen - kept
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -155,26 +111,60 @@ class PagedCompactCache(HookedCache, Cache):
         self._forwards.clear()
         self._clear()
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported: raises `NotImplementedError` (assisted decoding needs it)."""
-        raise NotImplementedError("PagedCompactCache: crop (assisted decoding) is not supported")
+    def activate_past_recording(self) -> None:
+        """Forwards may end in drafts from now on: what `crop` leaves of them is there to stay."""
+        self._forwards.records = True
 
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Not supported: raises `NotImplementedError` (beam search needs it)."""
-        raise NotImplementedError("PagedCompactCache: reordering (beam search) is not supported")
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether `activate_past_recording` was called."""
+        return self._forwards.records
 
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Not supported: raises `NotImplementedError`."""
-        raise NotImplementedError("PagedCompactCache: batch_repeat_interleave is not supported")
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row and commit those before them.
 
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Not supported: raises `NotImplementedError`."""
-        raise NotImplementedError("PagedCompactCache: batch_select_indices is not supported")
+        Before transformers 5.15 a positive number is the length to keep. Raises `ValueError` when
+        some of them were compacted since, and nothing changes.
+        """
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise TypeError(f"tokens_to_remove: an integer expected, got {tokens_to_remove!r}")
+        self._check_complete()
+        count = number_to_remove(tokens_to_remove, self.ledger.seen)
+        self._crop(count)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise NotImplementedError("PagedCompactCache: copying is not supported")
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` continues from row `beam_idx[i]`; blocks are shared until they are written."""
+        self._select_rows("beam_idx", beam_idx, same_number=True)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, int64 or a bool mask."""
+        self._select_rows("indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, one after the other; blocks are shared until written."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats: a positive integer expected, got {repeats!r}")
+        rows = torch.arange(self.ledger.batch_size).repeat_interleave(repeats)
+        self._select_rows("repeats", rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCompactCache:
+        (twin,) = self.fork(1)
+        memo[id(self)] = twin
+        return twin
 
     # What users call.
+
+    def fork(self, n: int) -> list[PagedCompactCache]:
+        """`n` caches that continue from here, each on its own.
+
+        They share this cache's blocks, by reference count; a block is copied when one of them
+        writes to it. What only one holds comes free when it dies or is reset. Caches that share
+        blocks belong to one thread.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n: a positive integer expected, got {n!r}")
+        self._check_complete()
+        self._commit()
+        return [self._fork() for _ in range(n)]
 
     def pin(self, start: int, stop: int) -> None:
         """Never evict the tokens at positions `[start, stop)` of every row that are still live.
@@ -196,43 +186,23 @@ class PagedCompactCache(HookedCache, Cache):
         return layer.statistics.read()
 
     def report(self) -> Report:
-        """What happened so far; the counterfactual is worked out here, not while decoding."""
-        ledger, settings = self.ledger, self.settings
-        live_positions = self._live_positions()
-        held = blocks_held_in_place(live_positions, ledger.batch_size, ledger.block_size)
-        ever = self._blocks_ever(live_positions)
-        reserved = self._bytes_reserved()
-        block_bytes = reserved // ledger.pool.num_blocks if ledger.pool.num_blocks else 0
-        return Report(
-            model="none yet" if self._attachment is None else self._key.name,
-            scorer=self.scorer_name,
-            budget=settings.budget,
-            interval=settings.interval,
-            block_size=settings.block_size,
-            batch_size=ledger.batch_size,
-            seen_tokens=ledger.seen,
-            live_tokens=ledger.live,
-            blocks_used=ledger.pool.num_used_blocks,
-            blocks_free=ledger.pool.num_free_blocks,
-            blocks_peak=ledger.blocks_peak,
-            blocks_freed=ledger.blocks_freed,
-            blocks_freed_without_compaction=max(0, ever - held[0]),
-            blocks_freed_without_compaction_per_head=max(0.0, ever - held[1]),
-            bytes_reserved=reserved,
-            bytes_in_use=block_bytes * ledger.pool.num_used_blocks,
-            bytes_peak=self._bytes_peak,
-            bytes_statistics=sum(layer.bytes_statistics for layer in self.layers),
-            compactions=ledger.compactions,
-            compaction_seconds=sum(layer.compaction_seconds for layer in self.layers),
-            budget_bound=ledger.compactions > 0,
-            prompt_pinned=self._forwards.prompt_is_pinned(),
+        """What happened so far; nothing is counted for it while decoding."""
+        return report_on(
+            self._meeting.name,
+            self.scorer_name,
+            self.settings,
+            self.ledger,
+            self.layers,
+            self._forwards.positions,
+            self._bytes_peak,
+            self._forwards.prompt_is_pinned(),
         )
 
     def __repr__(self) -> str:
         ledger = self.ledger
-        model = "no model yet" if self._attachment is None else self._key.name
         return (
-            f"PagedCompactCache({model}, scorer={self.scorer_name}, budget={self.settings.budget}, "
+            f"PagedCompactCache({self._meeting.name or 'no model yet'}, "
+            f"scorer={self.scorer_name}, budget={self.settings.budget}, "
             f"interval={self.settings.interval}, block_size={self.settings.block_size}: "
             f"{ledger.seen} seen, {ledger.live} live, {ledger.pool.num_used_blocks} of "
             f"{ledger.pool.num_blocks} blocks used, {ledger.compactions} compactions)"
@@ -242,121 +212,11 @@ class PagedCompactCache(HookedCache, Cache):
         """Raise `RuntimeError`, with numbers, unless block bookkeeping and tensors agree."""
         self._check_complete()
         self.ledger.check()
+        total = self.ledger.pool.num_blocks
         for index, layer in enumerate(self.layers):
             held = layer.storage.keys.shape[1] if layer.storage else 0
-            total = self.ledger.pool.num_blocks
-            if held != total:
+            if held < total or (held > total and self.ledger.pool.users == 1):
                 raise RuntimeError(f"layer {index} stores {held} blocks, the pool has {total}")
-
-    # What the hooks call.
-
-    def meet(self, key: ModelKey) -> None:
-        if self._attachment is None:
-            if self.layers and len(self.layers) != key.num_layers:
-                raise ValueError(
-                    f"cache: filled with {len(self.layers)} layers, {key.name} has {key.num_layers}"
-                )
-            assert self._watcher is not None
-            self._attachment = self._watcher.stop(key)
-            self._watcher = None
-        elif self._attachment.key is not key:
-            raise ValueError(
-                f"cache: belongs to the {self._key.name} it was first used with, offered to "
-                f"another {key.name}; a cache serves one model, make a new one"
-            )
-
-    def announce(self, num_new: int, mask: Tensor | None) -> None:
-        self._check_complete()
-        self._check_statistics(num_new)
-        self._forwards.announce(num_new, mask)
-
-    def is_announced(self) -> bool:
-        return self._forwards.announced is not None
-
-    def see_positions(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
-        if position_ids is None:
-            return
-        if not self._rope_checked and (self.ledger.seen > 0 or position_ids.shape[1] > 1):
-            self._key.rope.check(cos, sin, position_ids)
-            self._rope_checked = True
-        self._forwards.see_positions(position_ids)
-
-    # One forward.
-
-    @property
-    def _key(self) -> ModelKey:
-        assert self._attachment is not None
-        return self._attachment.key
-
-    def _layer(self, layer_idx: int) -> PagedLayer:
-        if layer_idx < len(self.layers):
-            return self.layers[layer_idx]
-        limit = len(self.layers) + 1 if self.ledger.steps <= 1 else len(self.layers)
-        if self._attachment is not None:
-            limit = min(limit, self._key.num_layers)
-        if layer_idx >= limit:
-            raise ValueError(f"layer_idx: below {limit} expected, got {layer_idx}")
-        return PagedLayer(self.ledger)
-
-    def _begin(self, batch: int, num_new: int) -> Forward:
-        if self._watcher is not None and self._watcher.refusal is not None:
-            raise self._watcher.refusal
-        self._check_complete()
-        self._check_statistics(num_new)
-        forward = self._forwards.begin(batch, num_new)
-        if forward.due is not None and self.trace is not None:
-            self.trace.append(TracedCompaction(forward.step.seen))
-        return forward
-
-    def _check_caller(self, call: Call | None) -> None:
-        """Raise unless the update comes from the cache's own model, through its hooks."""
-        if self._attachment is None or call is not None:
-            return
-        if not self._attachment.handles:
-            raise RuntimeError(f"kvpage was detached from this {self._key.name}; attach it again")
-        raise ValueError(
-            f"cache: belongs to the {self._key.name} it was first used with; this update came from "
-            "elsewhere. A cache serves one model: make a new one"
-        )
-
-    def _check_complete(self) -> None:
-        layers = len(self.layers) if self._attachment is None else self._key.num_layers
-        self._forwards.check_complete(layers)
-
-    def _check_statistics(self, num_new: int) -> None:
-        if self.scorer.needs_statistics and self._forwards.is_due(num_new):
-            for layer in self.layers:
-                layer.check_statistics()
-
-    def _bytes_reserved(self) -> int:
-        return sum(layer.storage.bytes_reserved for layer in self.layers if layer.storage)
-
-    def _live_positions(self) -> list[Tensor]:
-        if self.ledger.seen == 0:
-            return []
-        appended = self._forwards.positions.appended(torch.device("cpu"))
-        return [layer.positions(appended) for layer in self.layers]
-
-    def _blocks_ever(self, live_positions: list[Tensor]) -> int:
-        """Blocks that the tokens of all rows, pads excluded, would have filled in place."""
-        if not live_positions:
-            return 0
-        last = live_positions[0].amax(dim=(1, 2))  # the latest token of a row is always live
-        return int((last // self.ledger.block_size + 1).sum())
-
-
-def _check_states(key_states: Tensor, value_states: Tensor) -> None:
-    for name, states in (("key_states", key_states), ("value_states", value_states)):
-        if not isinstance(states, Tensor) or states.ndim != 4:
-            got = list(states.shape) if isinstance(states, Tensor) else type(states).__name__
-            raise ValueError(f"{name}: a tensor [B, Hkv, q, D] expected, got {got}")
-    if key_states.shape[:3] != value_states.shape[:3]:
-        raise ValueError(
-            f"value_states: [B, Hkv, q] = {list(key_states.shape[:3])} expected as in key_states, "
-            f"got {list(value_states.shape[:3])}"
-        )
-    if key_states.shape[2] == 0:
-        raise ValueError("key_states: at least one new token expected, got none")
 
 
 def _name_of(scorer: Callable[..., Tensor]) -> str:

@@ -6,7 +6,9 @@ the mean resultant length `R_f = |E[q_f]| / E|q_f|`, one when the head always lo
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,34 +24,40 @@ def band_magnitude(vectors: Tensor, bands: int) -> Tensor:
     return torch.hypot(vectors[..., :bands], vectors[..., bands : 2 * bands])
 
 
+@dataclass(frozen=True)
 class RunningMoments:
-    """Running mean and mean band magnitude of pre-RoPE vectors, per row and head.
+    """Sums of pre-RoPE vectors and of their band magnitudes, per row and head.
 
-    Sums are float64 (float32 where the device has no float64), counts exclude pads.
+    total: `[B, H, D]`; magnitude_total: `[B, H, F]`; float64 (float32 where the device has none);
+    pads are not counted. A value: what adds to it makes a new one, so copies of a cache share it.
     """
 
-    def __init__(self, batch: int, heads: int, dim: int, bands: int, device: torch.device) -> None:
+    total: Tensor
+    magnitude_total: Tensor
+
+    @staticmethod
+    def zero(batch: int, heads: int, dim: int, bands: int, device: torch.device) -> RunningMoments:
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.bands = bands
-        self.total = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
-        self.magnitude_total = torch.zeros(batch, heads, bands, dtype=dtype, device=device)
+        return RunningMoments(
+            torch.zeros(batch, heads, dim, dtype=dtype, device=device),
+            torch.zeros(batch, heads, bands, dtype=dtype, device=device),
+        )
 
-    def add(self, vectors: Tensor, real: Tensor | None) -> None:
-        """Add `vectors` `[B, n, H, D]`; `real` `[B, n]` bool is False for pads."""
-        for part, flags in zip(
-            vectors.split(FOLD_TOKENS, dim=1),
-            [None] * vectors.shape[1] if real is None else real.split(FOLD_TOKENS, dim=1),
-            strict=False,
-        ):
-            part = part.float()
-            if flags is not None:
-                part = torch.where(flags[:, :, None, None], part, 0.0)
-            self.total += part.sum(dim=1)
-            self.magnitude_total += band_magnitude(part, self.bands).sum(dim=1)
+    def plus(self, vectors: Tensor, real: Tensor | None) -> RunningMoments:
+        """With `vectors` `[B, n, H, D]` added; `real` `[B, n]` bool is False for pads."""
+        total, magnitude_total = self.total, self.magnitude_total
+        bands = magnitude_total.shape[2]
+        for start in range(0, vectors.shape[1], FOLD_TOKENS):
+            part = vectors[:, start : start + FOLD_TOKENS].to(total.dtype)
+            if real is not None:
+                flags = real[:, start : start + FOLD_TOKENS, None, None]
+                part = torch.where(flags, part, 0.0)
+            total = total + part.sum(dim=1)
+            magnitude_total = magnitude_total + band_magnitude(part, bands).sum(dim=1)
+        return RunningMoments(total, magnitude_total)
 
-    def select_rows(self, rows: Tensor) -> None:
-        self.total = self.total[rows]
-        self.magnitude_total = self.magnitude_total[rows]
+    def select_rows(self, rows: Tensor) -> RunningMoments:
+        return RunningMoments(self.total[rows], self.magnitude_total[rows])
 
 
 @dataclass(frozen=True)
@@ -74,31 +82,65 @@ class Statistics:
         return mean / self.query_magnitude.clamp_min(torch.finfo(torch.float32).tiny)
 
 
+@dataclass(frozen=True)
+class Vectors:
+    """Pre-RoPE queries and keys of one forward, not summed yet: `[B, n, ...]`, head_dim last."""
+
+    queries: Tensor
+    keys: Tensor
+    real: Tensor | None
+    """bool `[B, n]`, False for pads; `None` when no token is a pad."""
+
+    @property
+    def tokens(self) -> int:
+        return self.queries.shape[1]
+
+    def part(self, start: int, stop: int) -> Vectors:
+        """Tokens `[start, stop)`."""
+        real = None if self.real is None else self.real[:, start:stop]
+        return Vectors(self.queries[:, start:stop], self.keys[:, start:stop], real)
+
+
 class LayerStatistics:
-    """Collects the queries and keys of one layer, before RoPE, as the run goes."""
+    """Collects the queries and keys of one layer, before RoPE, as the run goes.
+
+    The latest tokens wait unsummed: a decode step costs no arithmetic, and `crop` can undo drafts.
+    """
 
     def __init__(self, batch: int, heads: int, kv_heads: int, dim: int, rope: Rope) -> None:
-        self.batch, self.heads, self.kv_heads = batch, heads, kv_heads
-        self.dim, self.rope = dim, rope
+        self.heads, self.kv_heads, self.dim, self.rope = heads, kv_heads, dim, rope
+        self.batch = batch
         self._queries: RunningMoments | None = None
         self._keys: RunningMoments | None = None
         self._count: Tensor | None = None
-        self._waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._waiting_tokens = 0
+        self._waiting: list[Vectors] = []
 
-    def add(self, queries: Tensor, keys: Tensor, real: Tensor | None) -> None:
-        """Take `queries` `[B, n, H * D]` and `keys` `[B, n, Hkv * D]` (heads split or flat).
-
-        real: `[B, n]` bool, False for pads; `None` when no token is a pad.
-        """
-        self._waiting.append((queries.detach(), keys.detach(), real))
-        self._waiting_tokens += queries.shape[1]
-        if self._waiting_tokens >= FOLD_TOKENS:
+    def add(self, vectors: Vectors) -> None:
+        """Take the vectors of a forward; those of the forwards before are there to stay."""
+        if sum(each.tokens for each in self._waiting) >= FOLD_TOKENS:
             self._fold()
+        early = max(0, vectors.tokens - FOLD_TOKENS)
+        if early:
+            self._fold()
+            self._sum([vectors.part(0, early)])
+        # A slice would keep a whole prompt's vectors in memory for its last tokens.
+        self._waiting.append(_copied(vectors.part(early, vectors.tokens)) if early else vectors)
 
-    def read(self) -> Statistics:
-        """The statistics of everything added so far; at least one token was."""
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens, as far as they wait: at least the last 128."""
+        while count > 0 and self._waiting:
+            last = self._waiting.pop()
+            if last.tokens > count:
+                self._waiting.append(last.part(0, last.tokens - count))
+            count -= last.tokens
+
+    def read(self, more: Vectors | None = None) -> Statistics:
+        """The statistics of everything added so far, and of `more`, which is not added."""
         self._fold()
+        if more is not None:
+            twin = self.fork()
+            twin._sum([more])
+            return twin.read()
         assert self._queries is not None and self._keys is not None and self._count is not None
         count = self._count.clamp_min(1)[:, None, None]
         return Statistics(
@@ -110,47 +152,56 @@ class LayerStatistics:
             self.rope,
         )
 
+    def fork(self) -> LayerStatistics:
+        """Statistics of their own that continue from here."""
+        twin = copy.copy(self)
+        twin._waiting = list(self._waiting)
+        return twin
+
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` continues from what row `rows[i]` has collected."""
         self._fold()
-        for moments in (self._queries, self._keys):
-            if moments is not None:
-                moments.select_rows(rows)
-        if self._count is not None:
-            self._count = self._count[rows]
+        self.batch = rows.shape[0]
+        if self._queries is None or self._keys is None or self._count is None:
+            return
+        rows = rows.to(self._count.device)
+        self._queries, self._keys = self._queries.select_rows(rows), self._keys.select_rows(rows)
+        self._count = self._count[rows]
 
     @property
     def nbytes(self) -> int:
-        tensors = [t for waiting in self._waiting for t in waiting[:2]]
+        tensors = [t for vectors in self._waiting for t in (vectors.queries, vectors.keys)]
         for moments in (self._queries, self._keys):
             if moments is not None:
                 tensors += [moments.total, moments.magnitude_total]
         return sum(t.nbytes for t in tensors)
 
     def _fold(self) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        runs: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[]]
-        for entry in waiting:
-            if runs[-1] and (runs[-1][-1][2] is None) != (entry[2] is None):
-                runs.append([])
-            runs[-1].append(entry)
-        for run in runs:
-            queries, keys, flags = zip(*run, strict=True)
-            real = None if flags[0] is None else torch.cat(flags, dim=1)
-            self._sum(torch.cat(queries, dim=1), torch.cat(keys, dim=1), real)
+        """Sum what waits, forwards with and without pads apart."""
+        waiting, self._waiting = self._waiting, []
+        for _, run in groupby(waiting, key=lambda vectors: vectors.real is None):
+            self._sum(list(run))
 
-    def _sum(self, queries: Tensor, keys: Tensor, real: Tensor | None) -> None:
-        batch, tokens = queries.shape[:2]
-        device = queries.device
+    def _sum(self, run: list[Vectors]) -> None:
+        queries = _joined([vectors.queries for vectors in run])
+        keys = _joined([vectors.keys for vectors in run])
+        flags = [vectors.real for vectors in run if vectors.real is not None]
+        real = _joined(flags).to(queries.device) if flags else None
+        batch, tokens, device = queries.shape[0], queries.shape[1], queries.device
         if self._queries is None or self._keys is None or self._count is None:
             shape = (self.dim, self.rope.bands, device)
-            self._queries = RunningMoments(self.batch, self.heads, *shape)
-            self._keys = RunningMoments(self.batch, self.kv_heads, *shape)
+            self._queries = RunningMoments.zero(self.batch, self.heads, *shape)
+            self._keys = RunningMoments.zero(self.batch, self.kv_heads, *shape)
             self._count = torch.zeros(self.batch, dtype=torch.int64, device=device)
-        if real is not None:
-            real = real.to(device)
-        self._queries.add(queries.view(batch, tokens, self.heads, self.dim), real)
-        self._keys.add(keys.view(batch, tokens, self.kv_heads, self.dim), real)
+        self._queries = self._queries.plus(queries.view(batch, tokens, self.heads, self.dim), real)
+        self._keys = self._keys.plus(keys.view(batch, tokens, self.kv_heads, self.dim), real)
         self._count = self._count + (tokens if real is None else real.sum(dim=1))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenated along tokens; a prompt, one large part, is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _copied(vectors: Vectors) -> Vectors:
+    return Vectors(vectors.queries.clone(), vectors.keys.clone(), vectors.real)

@@ -79,12 +79,18 @@ def select(scores: Tensor, positions: Tensor, kept: int, protection: Protection)
 
 
 def _standardise(scores: Tensor, candidates: Tensor) -> Tensor:
-    """z-score over the last dimension, with mean and deviation of the `candidates` alone."""
+    """z-score over the last dimension, with mean and deviation of the `candidates` alone.
+
+    Zero for a head without a preference, whose deviation is nothing but rounding.
+    """
+    highest = scores.masked_fill(~candidates, -torch.inf).amax(dim=-1, keepdim=True)
+    lowest = scores.masked_fill(~candidates, torch.inf).amin(dim=-1, keepdim=True)
     count = candidates.sum(dim=-1, keepdim=True).clamp_min(1)
     mean = torch.where(candidates, scores, 0.0).sum(dim=-1, keepdim=True) / count
     centred = scores - mean
     variance = torch.where(candidates, centred, 0.0).square().sum(dim=-1, keepdim=True) / count
-    return centred / variance.sqrt().clamp_min(torch.finfo(scores.dtype).tiny)
+    z = centred / variance.sqrt().clamp_min(torch.finfo(scores.dtype).tiny)
+    return torch.where(highest > lowest, z, 0.0)
 
 
 def plan(

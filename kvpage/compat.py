@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24."""
@@ -23,3 +25,18 @@ def cache_argument(arguments: Mapping[str, Any]) -> Any:
 def query_length(query: int | torch.Tensor) -> int:
     """`get_mask_sizes` takes the number of new tokens; before 5.4 it took their positions."""
     return query if isinstance(query, int) else int(query.shape[0])
+
+
+def tokens_to_remove(argument: int, seen: int) -> int:
+    """How many tokens `crop(argument)` removes from `seen`.
+
+    Since 5.15 the argument is the number to remove, negative; before, it was the length to keep,
+    or the number to remove when negative. Raises `ValueError` for a positive one since 5.15.
+    """
+    if argument < 0:
+        return -argument
+    if Version(transformers.__version__).release < (5, 15):
+        return max(0, seen - argument)
+    if argument > 0:
+        raise ValueError(f"tokens_to_remove: zero or a negative number expected, got {argument}")
+    return 0

@@ -42,12 +42,27 @@ class HookedCache(ABC):
         """A model uses this cache; raises `ValueError` when it belongs to another."""
 
     @abstractmethod
-    def announce(self, num_new: int, mask: Tensor | None) -> None:
-        """A forward of `num_new` tokens starts, under the model's attention mask."""
+    def expect_drafts(self, drafts: int) -> None:
+        """The outer model says that the last `drafts` tokens of the coming forward are drafts."""
+
+    @abstractmethod
+    def announce(
+        self, num_new: int, mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """A forward of `num_new` tokens starts, under this 2-D mask; returns the mask to use."""
 
     @abstractmethod
     def is_announced(self) -> bool:
         """Whether the running forward was announced and its first layer is still to come."""
+
+    @abstractmethod
+    def needs_private_mask(self, layer_idx: int) -> bool:
+        """Whether one mask for all heads can't say what this layer's queries see."""
+
+    @abstractmethod
+    def private_mask(self, mask: Tensor | None, heads: int, hidden: Tensor) -> Tensor:
+        """An additive mask `[B, heads, q, L]` that starts as `mask` does, for `hidden`
+        `[B, q, ...]`."""
 
     @abstractmethod
     def see_positions(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
@@ -62,6 +77,8 @@ class Call:
     layer_idx: int
     queries: Tensor | None = None
     keys: Tensor | None = None
+    mask: Tensor | None = None
+    """The mask of this layer's own, for `Cache.update` to complete."""
 
 
 class _Current(threading.local):
@@ -93,23 +110,41 @@ class InertHook:
         return None
 
 
+class OuterHook(_Hook):
+    """Forward pre-hook of the model around the decoder: how many tokens come as drafts.
+
+    Assisted decoding asks for the logits of the drafts and of the token before them.
+    """
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = cache_argument(kwargs)
+        if isinstance(cache, HookedCache):
+            wanted = kwargs.get("logits_to_keep", 0)
+            cache.expect_drafts(wanted - 1 if isinstance(wanted, int) and wanted > 0 else 0)
+
+
 class DecoderHook(_Hook):
     """Forward pre-hook of the decoder: announces a forward and its attention mask."""
 
     def __init__(self, key: ModelKey, parameters: tuple[str, ...]) -> None:
         self.key, self.parameters = key, parameters
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         cache = cache_argument(arguments)
         if not isinstance(cache, HookedCache):
-            return
+            return None
         cache.meet(self.key)
         inputs = arguments.get("input_ids")
         if inputs is None:
             inputs = arguments.get("inputs_embeds")
-        if inputs is not None:
-            cache.announce(inputs.shape[1], _mask_of(arguments.get("attention_mask")))
+        if inputs is None:
+            return None
+        mask = _mask_of(arguments.get("attention_mask"))
+        used = cache.announce(inputs.shape[1], mask, arguments.get("position_ids"))
+        return None if used is mask else ((), arguments | {"attention_mask": used})
 
 
 class AttentionHook(_Hook):
@@ -118,20 +153,28 @@ class AttentionHook(_Hook):
     def __init__(self, key: ModelKey, layer_idx: int) -> None:
         self.key, self.layer_idx = key, layer_idx
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         cache = cache_argument(kwargs)
         if not isinstance(cache, HookedCache):
             _current.call = None
-            return
+            return None
         if self.layer_idx == 0:
             self._begin(cache, args, kwargs)
-        _current.call = Call(weakref.ref(cache), self.layer_idx)
+        _current.call = call = Call(weakref.ref(cache), self.layer_idx)
+        if not cache.needs_private_mask(self.layer_idx):
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        heads = int(module.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+        call.mask = cache.private_mask(_mask_of(kwargs.get("attention_mask")), heads, hidden)
+        return args, kwargs | {"attention_mask": call.mask}
 
     def _begin(self, cache: HookedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache.meet(self.key)
         if not cache.is_announced():  # a bare decoder's first call, hooked while it was running
             hidden = args[0] if args else kwargs["hidden_states"]
-            cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")))
+            cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")), None)
         embeddings = kwargs.get("position_embeddings")
         if embeddings is not None:
             cos, sin = embeddings
@@ -181,6 +224,8 @@ class Attachment:
 
     key: ModelKey
     handles: list[RemovableHandle] = field(default_factory=list)
+    outer: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Models around the decoder that are hooked too."""
     users: weakref.WeakSet[HookedCache] = field(default_factory=weakref.WeakSet)
     explicit: bool = False
 
@@ -188,6 +233,13 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.outer.clear()
+
+    def join(self, cache: HookedCache) -> None:
+        """Stay for as long as `cache` lives."""
+        if cache not in self.users:
+            self.users.add(cache)
+            weakref.finalize(cache, self.remove_if_unused).atexit = False
 
     def leave(self, cache: HookedCache) -> None:
         self.users.discard(cache)
@@ -211,6 +263,10 @@ def _attachment_of(model: nn.Module) -> Attachment:
             attachment = _attachments[decoder] = Attachment(ModelKey(describe(model)))
         if not attachment.handles:
             attachment.handles = list(_install(describe(model), attachment.key))
+        if model is not decoder and model not in attachment.outer:
+            attachment.outer.add(model)
+            handle = model.register_forward_pre_hook(OuterHook(), with_kwargs=True)
+            attachment.handles.append(handle)
         return attachment
 
 
@@ -250,9 +306,7 @@ def detach(model: nn.Module) -> None:
 def join(model: nn.Module, cache: HookedCache) -> Attachment:
     """Hook `model` for as long as `cache` lives."""
     attachment = _attachment_of(model)
-    if cache not in attachment.users:
-        attachment.users.add(cache)
-        weakref.finalize(cache, attachment.remove_if_unused).atexit = False
+    attachment.join(cache)
     return attachment
 
 
@@ -265,8 +319,8 @@ class Watcher:
 
     def __init__(self, cache: HookedCache) -> None:
         self._cache = weakref.ref(cache)
-        self.refusal: Exception | None = None
-        """Why the last model called can't be used."""
+        self.refusal: tuple[type[Exception], str] | None = None
+        """Why the last model called can't be used: no exception, whose traceback holds frames."""
         self.candidates: list[Attachment] = []
         self._handle = register_module_forward_pre_hook(self._see)
         weakref.finalize(cache, self._handle.remove).atexit = False
@@ -278,7 +332,7 @@ class Watcher:
         try:
             attachment = join(module, cache)
         except (ValueError, TypeError) as error:
-            self.refusal = error
+            self.refusal = type(error), str(error)
             return
         self.refusal = None
         if attachment not in self.candidates:

@@ -6,20 +6,44 @@ and KV head, how many does not.
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpage.architectures import Rope
-from kvpage.centroids import LayerStatistics
+from kvpage.blocks import Layout
+from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import Protection, apply_plan, plan, select
 from kvpage.ledger import Ledger, Step
 from kvpage.scoring import Scorer
 from kvpage.storage import LayerStorage
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` on plain tensors whatever mode the model is called in.
+
+    Storage outlives the forward that made it: it may be written under `no_grad` after a prompt
+    under `inference_mode`, or the other way round, and never belongs to a graph.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_inference_mode_enabled() or torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -37,7 +61,7 @@ class PagedLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, ledger: Ledger) -> None:
@@ -49,6 +73,8 @@ class PagedLayer(CacheLayerMixin):
         self.statistics: LayerStatistics | None = None
         self.survivors: Tensor | None = None
         """int32 `[B, Hkv, kept]`: token positions the last compaction left, in order."""
+        self.proposed: Tensor | None = None
+        """int64 `[B, Hkv, budget]`: slots that stay if the draft that makes it due is accepted."""
         self.step_index = 0
         self.compaction_seconds = 0.0
 
@@ -69,6 +95,10 @@ class PagedLayer(CacheLayerMixin):
         if self.storage is None:
             return None
         return self.storage.read(self.ledger.layout, self.ledger.live)[1]
+
+    @property
+    def bytes_reserved(self) -> int:
+        return 0 if self.storage is None else self.storage.bytes_reserved
 
     @property
     def bytes_statistics(self) -> int:
@@ -94,15 +124,27 @@ class PagedLayer(CacheLayerMixin):
                     f"tokens already cached, got {got}"
                 )
 
+    def fork(self, ledger: Ledger) -> PagedLayer:
+        """A layer of its own over the same storage, for a forked `ledger`."""
+        twin = copy.copy(self)
+        twin.ledger = ledger
+        twin.statistics = None if self.statistics is None else self.statistics.fork()
+        return twin
+
+    @without_autograd
     def apply(
         self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return all live."""
         if self.storage is None:
             self.storage = LayerStorage(self.ledger.block_size, keys, values)
+        self.proposed = None
+        if not step.fresh:
+            self.storage.ensure(step.num_blocks)
         if due is not None:
             started = time.perf_counter()
-            self._compact(step, due, scorer)
+            survivors, self.survivors = self._select(step.source, due, scorer, step.kept)
+            apply_plan(plan(survivors, step.source, step.layout, self.storage), self.storage, step)
             self.compaction_seconds += time.perf_counter() - started
         elif step.fresh:
             self.storage.relocate(step.num_blocks, step.relocations or ())
@@ -119,18 +161,51 @@ class PagedLayer(CacheLayerMixin):
                 "choose scorer='streaming', 'knorm' or 'random'"
             )
 
-    def collect(
-        self, queries: Tensor | None, keys: Tensor | None, real: Tensor | None, rope: Rope
+    @without_autograd
+    def propose(
+        self, step: Step, due: DueCompaction, scorer: Scorer, vectors: Vectors | None, mask: Tensor
     ) -> None:
-        """Add `queries` and `keys` `[B, q, heads * D]`, flat or split, to the statistics."""
-        if queries is None or keys is None:
-            raise RuntimeError("the queries or keys of this layer did not pass kvpage's hooks")
+        """Select what a compaction at draft `step.mid` leaves, and hide the rest from there on.
+
+        vectors: of this forward, not added to the statistics yet; mask: additive `[B, H, q, L]`
+        of this layer's attention, written in place.
+        """
+        assert step.mid is not None and self.ledger.budget is not None
+        if vectors is not None:
+            vectors = vectors.part(0, step.mid)
+        survivors, self._proposed_positions = self._select(
+            step.layout, due, scorer, self.ledger.budget, vectors
+        )
+        self.proposed = survivors
+        live = step.kept + step.mid
+        dead = torch.ones(*survivors.shape[:2], live, dtype=torch.bool, device=survivors.device)
+        dead = dead.scatter(2, survivors, False)
+        dead = dead.repeat_interleave(mask.shape[1] // dead.shape[1], dim=1)
+        lowest = torch.finfo(mask.dtype).min
+        mask[:, :, step.mid :, :live].masked_fill_(dead[:, :, None].to(mask.device), lowest)
+
+    @without_autograd
+    def commit(self, step: Step) -> None:
+        """Carry out what was proposed: `step` has no new tokens, the drafts that stay follow."""
+        assert self.storage is not None and self.proposed is not None
+        started = time.perf_counter()
+        behind = step.kept - self.proposed.shape[2]
+        tail = torch.arange(step.live - behind, step.live, device=self.proposed.device)
+        survivors = torch.cat((self.proposed, tail.expand(*self.proposed.shape[:2], -1)), dim=-1)
+        if not step.fresh:
+            self.storage.ensure(step.num_blocks)
+        apply_plan(plan(survivors, step.source, step.layout, self.storage), self.storage, step)
+        self.survivors, self.proposed = self._proposed_positions, None
+        self.compaction_seconds += time.perf_counter() - started
+
+    def collector(self, vectors: Vectors, rope: Rope) -> LayerStatistics:
+        """The statistics of this layer, for vectors such as these to be added to."""
         if self.statistics is None:
             assert self.storage is not None
             kv_heads, _, _, dim = self.storage.keys.shape
-            heads = queries[0, 0].numel() // dim
-            self.statistics = LayerStatistics(queries.shape[0], heads, kv_heads, dim, rope)
-        self.statistics.add(queries, keys, real)
+            batch, heads = vectors.queries.shape[0], vectors.queries[0, 0].numel() // dim
+            self.statistics = LayerStatistics(batch, heads, kv_heads, dim, rope)
+        return self.statistics
 
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` becomes a copy of row `rows[i]`; the blocks are the ledger's business."""
@@ -152,17 +227,24 @@ class PagedLayer(CacheLayerMixin):
             return appended
         return torch.cat((self.survivors, appended), dim=-1)
 
-    def _compact(self, step: Step, due: DueCompaction, scorer: Scorer) -> None:
+    def _select(
+        self,
+        layout: Layout,
+        due: DueCompaction,
+        scorer: Scorer,
+        kept: int,
+        vectors: Vectors | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the tokens of `due` and choose `kept`: their slots and their token positions."""
         assert self.storage is not None
         statistics = None
         if scorer.needs_statistics and self.statistics is not None:
-            statistics = self.statistics.read()
+            statistics = self.statistics.read(vectors)
         positions = self.positions(due.appended)
-        keys = self.storage.read(step.source, step.live)[0]
+        keys = self.storage.read(layout, positions.shape[2])[0]
         scores = scorer(keys, statistics, due.next_position)
-        kept = select(scores, positions, step.kept, due.protection)
-        self.survivors = positions.gather(2, kept)
-        apply_plan(plan(kept, step.source, step.layout, self.storage), self.storage, step)
+        survivors = select(scores, positions, kept, due.protection)
+        return survivors, positions.gather(2, survivors)
 
     # What `Cache` asks of its layers; the lengths are the ledger's.
 

@@ -7,6 +7,8 @@ range while no row was ever padded.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -14,28 +16,53 @@ PAD = -1
 
 
 class TokenPositions:
-    """Positions of the tokens appended since the last compaction, the same for every layer."""
+    """Positions of the tokens appended since the last compaction, the same for every layer.
+
+    Pads go before anything real and, among themselves, the later first; so while a row has pads
+    all its real tokens live, and which live slots hold pads is the same in every layer and head.
+    """
 
     def __init__(self) -> None:
         self.pads: Tensor | None = None
         """int64 `[B]`: pads each row has seen; `None` while no mask was given."""
         self.prompt_pads: Tensor | None = None
+        self.live_real: Tensor | None = None
+        """bool `[B, live]`: which live slots hold no pad; `None` while no mask was given."""
         self._appended: list[range | Tensor] = []
 
-    def append(self, seen: int, count: int, real: Tensor | None) -> None:
-        """Account for `count` tokens behind `seen`; `real` `[B, count]` bool is False for pads."""
-        if real is None and self.pads is None:
+    def append(self, seen: int, live: int, count: int, real: Tensor | None) -> None:
+        """Account for `count` tokens behind `seen`, of which `live` live.
+
+        real: bool `[B, count]`, False for pads.
+        """
+        if self.pads is None and real is None:
             self._append_range(range(seen, seen + count))
             return
-        if self.pads is None:
+        if self.pads is None or self.live_real is None:
             assert real is not None
             self.pads = torch.zeros(real.shape[0], dtype=torch.int64, device=real.device)
+            self.live_real = torch.ones(real.shape[0], live, dtype=torch.bool, device=real.device)
         if real is None:
             real = torch.ones(self.pads.shape[0], count, dtype=torch.bool, device=self.pads.device)
         real = real.to(self.pads.device)
         ordinal = real.cumsum(dim=1) - 1 + (seen - self.pads)[:, None]
         self._appended.append(torch.where(real, ordinal, PAD).to(torch.int32))
         self.pads = self.pads + (~real).sum(dim=1)
+        self.live_real = torch.cat((self.live_real, real), dim=1)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens, all appended since the last compaction."""
+        if self.live_real is not None and self.pads is not None:
+            kept = self.live_real.shape[1] - count
+            self.pads = self.pads - (~self.live_real[:, kept:]).sum(dim=1)
+            self.live_real = self.live_real[:, :kept]
+        while count > 0:
+            last = self._appended.pop()
+            length = len(last) if isinstance(last, range) else last.shape[1]
+            if length > count:
+                kept = length - count
+                self._appended.append(last[:kept] if isinstance(last, range) else last[:, :kept])
+            count -= length
 
     def close_prompt(self) -> None:
         """What was appended so far is the prompt."""
@@ -43,17 +70,38 @@ class TokenPositions:
 
     def appended(self, device: torch.device) -> Tensor:
         """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
-        parts = []
+        parts = [torch.empty(1, 0, dtype=torch.int32)]
         for part in self._appended:
             if isinstance(part, range):
                 part = torch.arange(part.start, part.stop, dtype=torch.int32)[None]
-                part = part if self.pads is None else part.expand(self.pads.shape[0], -1)
             parts.append(part.to(device))
-        return torch.cat(parts, dim=1)
+        rows = max(part.shape[0] for part in parts)
+        return torch.cat([part.to(device).expand(rows, -1) for part in parts], dim=1)
 
-    def compacted(self) -> None:
-        """A compaction took the appended tokens into account."""
-        self._appended = []
+    def compacted(self, kept: int, tail: int = 0) -> None:
+        """A compaction left `kept` live tokens, the last `tail` of them appended behind it."""
+        self.live_real = self.real_after(kept)
+        if tail == 0:
+            self._appended = []
+            return
+        if all(isinstance(part, range) for part in self._appended):
+            stop = self._appended[-1].stop  # type: ignore[union-attr]
+            self._appended = [range(stop - tail, stop)]
+        else:
+            assert self.pads is not None
+            self._appended = [self.appended(self.pads.device)[:, -tail:]]
+
+    def real_after(self, kept: int) -> Tensor | None:
+        """bool `[B, kept]`: `live_real` once a compaction has left `kept` live tokens."""
+        real = self.live_real
+        if real is None or kept == real.shape[1]:
+            return real
+        evicted = real.shape[1] - kept
+        from_the_end = (~real).flip(1).cumsum(dim=1).flip(1)
+        goes = ~real & (from_the_end <= evicted)
+        stays = goes.to(torch.uint8).sort(dim=1, stable=True).indices[:, :kept]
+        enough_pads = goes.sum(dim=1, keepdim=True) == evicted
+        return torch.where(enough_pads, real.gather(1, stays), True)
 
     def next_position(self, seen: int, batch: int) -> Tensor:
         """int64 `[B]`: the position of each row's next token, when columns `[0, seen)` are seen."""
@@ -65,17 +113,22 @@ class TokenPositions:
         """Prompt tokens of the rows, pads not counted: one number, or int64 `[B]` with pads."""
         return prompt_tokens if self.prompt_pads is None else prompt_tokens - self.prompt_pads
 
+    def fork(self) -> TokenPositions:
+        """Positions of their own that continue from here."""
+        twin = copy.copy(self)
+        twin._appended = list(self._appended)
+        return twin
+
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` becomes a copy of row `rows[i]`."""
-        if self.pads is None:
+        if self.pads is None or self.live_real is None:
             return
-        rows = rows.to(self.pads.device)
-        batch = self.pads.shape[0]
+        batch, rows = self.pads.shape[0], rows.to(self.pads.device)
         self._appended = [
-            part if isinstance(part, range) else part.expand(batch, -1)[rows]
+            part if isinstance(part, range) else part.expand(batch, -1)[rows.to(part.device)]
             for part in self._appended
         ]
-        self.pads = self.pads[rows]
+        self.pads, self.live_real = self.pads[rows], self.live_real[rows]
         if self.prompt_pads is not None:
             self.prompt_pads = self.prompt_pads[rows]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvpage.layer import PagedLayer
+from kvpage.ledger import Ledger
+from kvpage.positions import TokenPositions
+from kvpage.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,53 @@ class Report:
 def megabytes(count: int) -> str:
     """`count` bytes in MiB, to read."""
     return f"{count / 2**20:,.1f} MiB"
+
+
+def report_on(
+    model: str | None,
+    scorer: str,
+    settings: Settings,
+    ledger: Ledger,
+    layers: Sequence[PagedLayer],
+    positions: TokenPositions,
+    bytes_peak: int,
+    prompt_pinned: bool,
+) -> Report:
+    """The report of a cache, of its parts; the counterfactual is worked out here."""
+    live: list[Tensor] = []
+    if ledger.seen:
+        appended = positions.appended(torch.device("cpu"))
+        live = [layer.positions(appended) for layer in layers if layer.storage is not None]
+    held, held_per_head = blocks_held_in_place(live, ledger.batch_size, ledger.block_size)
+    ever = 0
+    if live:  # the latest token of a row is always live
+        ever = int((live[0].amax(dim=(1, 2)) // ledger.block_size + 1).sum())
+    reserved = sum(layer.bytes_reserved for layer in layers)
+    block_bytes = reserved // ledger.pool.num_blocks if ledger.pool.num_blocks else 0
+    return Report(
+        model=model or "none yet",
+        scorer=scorer,
+        budget=settings.budget,
+        interval=settings.interval,
+        block_size=settings.block_size,
+        batch_size=ledger.batch_size,
+        seen_tokens=ledger.seen,
+        live_tokens=ledger.live,
+        blocks_used=ledger.pool.num_used_blocks,
+        blocks_free=ledger.pool.num_free_blocks,
+        blocks_peak=ledger.blocks_peak,
+        blocks_freed=ledger.blocks_freed,
+        blocks_freed_without_compaction=max(0, ever - held),
+        blocks_freed_without_compaction_per_head=max(0.0, ever - held_per_head),
+        bytes_reserved=reserved,
+        bytes_in_use=block_bytes * ledger.pool.num_used_blocks,
+        bytes_peak=bytes_peak,
+        bytes_statistics=sum(layer.bytes_statistics for layer in layers),
+        compactions=ledger.compactions,
+        compaction_seconds=sum(layer.compaction_seconds for layer in layers),
+        budget_bound=ledger.compactions > 0,
+        prompt_pinned=prompt_pinned,
+    )
 
 
 def blocks_held_in_place(layers: Iterable[Tensor], rows: int, block_size: int) -> tuple[int, float]:

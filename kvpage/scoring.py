@@ -103,7 +103,7 @@ class KeyNorm:
     def __call__(
         self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
     ) -> Tensor:
-        return -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+        return -kernels.key_norms(keys)
 
 
 class Random:

@@ -42,6 +42,12 @@ class LayerStorage:
         self.keys, self.values = keys, values
         self._layout = None
 
+    def ensure(self, num_blocks: int) -> None:
+        """Have at least `num_blocks` blocks; those there keep their ids and content."""
+        held = self.keys.shape[1]
+        if held < num_blocks:
+            self.relocate(num_blocks, [(block, block) for block in range(held)])
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy block `source` to block `target` within the storage (copy-on-write)."""
         for source, target in pairs:

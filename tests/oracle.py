@@ -68,9 +68,23 @@ def oracle_logits(
     ids: Tensor,
     trace: list[TracedCompaction],
     real: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """Logits `[B, T, V]` of `ids` `[B, T]` in one forward without a cache."""
+    """Logits `[B, T, V]` of `ids` `[B, T]` at `positions` in one forward without a cache."""
     real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-    positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)
+    if positions is None:
+        positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)
     with masked(model, trace, real):
         return model(ids, position_ids=positions, use_cache=False).logits
+
+
+def check_against_oracle(model, trace, fed, logits, real=None, positions=None):
+    """`logits` `[B, n, V]` of the last `n` of the tokens `fed` `[B, T]` equal the oracle's."""
+    real = torch.ones_like(fed) if real is None else real
+    real = torch.nn.functional.pad(real, (0, fed.shape[1] - real.shape[1]), value=1).bool()
+    count = logits.shape[1]
+    asked = real[:, -count:]  # what a pad attends to is nobody's business
+    expected = oracle_logits(model, fed, trace, real, positions)[:, -count:]
+    torch.testing.assert_close(logits[asked], expected[asked], atol=1e-4, rtol=1e-4)
+    unmasked = oracle_logits(model, fed, [], real, positions)[:, -count:]
+    assert (unmasked - expected)[asked].abs().max() > 1e-2  # the evicted tokens mattered

@@ -7,12 +7,13 @@ import kvpage
 
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
-    {"blocks", "compat", "architectures", "settings", "positions", "report", "kernels.reference"},
-    {"kernels", "ledger", "centroids"},
-    {"storage", "scoring", "hooks"},
+    {"blocks", "compat", "architectures", "settings", "positions", "kernels.reference"},
+    {"kernels", "ledger", "centroids", "hooks"},
+    {"storage", "scoring", "meeting"},
     {"compaction"},
     {"layer"},
-    {"forwards"},
+    {"forwards", "report"},
+    {"core"},
     {"cache"},
     {"kvpage"},
 ]

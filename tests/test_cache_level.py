@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from helpers import SMALL, Text, assert_same, live_positions, small_cache, snaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from kvpage import PagedCompactCache
 from kvpage.compaction import Protection, select
@@ -90,10 +91,27 @@ def test_storage_shrinks_to_the_bound_after_a_long_prompt(scorer: str, batch: in
     assert report.bytes_peak >= long.bytes_reserved
     assert report.blocks_peak == batch * 20 * BUDGET // BLOCK
     assert report.blocks_freed == batch * (20 - 1) * BUDGET // BLOCK
-    gc.collect()
     assert all(ref() is None for ref in old), "the storage of the long prompt is still held"
     cache.check()
     text.check_contents(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scorer", ["knorm", "streaming", "random"])
+def test_compaction_at_the_default_budget_needs_less_than_a_mebibyte_of_scratch(
+    scorer: str, dtype: torch.dtype
+) -> None:
+    """Found: `knorm` made a float32 copy of all bfloat16 keys (8.6 MiB here)."""
+    cache = PagedCompactCache(scorer=scorer)
+    states = torch.randn(1, 8, 2048 + 128 + 1, 128).to(dtype)
+    for part in states[:, :, :-1].split(128, dim=2):
+        cache.update(part, part, 0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        cache.update(states[:, :, -1:], states[:, :, -1:], 0)
+    assert cache.report().compactions == 1
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    assert 0 < max(accumulate(changes)) < 2**20
 
 
 def test_report_counts_the_blocks_that_came_free() -> None:
@@ -115,11 +133,11 @@ def test_report_counts_the_blocks_that_came_free() -> None:
 def test_report_knows_what_evicting_without_compaction_would_have_freed(
     scorer: str | Callable[..., Tensor], prompt: int
 ) -> None:
-    text, cache = Text(prompt + 400, batch=2), small_cache(scorer=scorer)
+    text, cache = Text(prompt + 400, batch=3), small_cache(scorer=scorer)
     text.feed(cache, prompt)
     decode(cache, text, 400)
-    ever, any_head, per_head = 2 * math.ceil((prompt + 400) / BLOCK), 0, []
-    for row in range(2):
+    ever, any_head, per_head = 3 * math.ceil((prompt + 400) / BLOCK), 0, []
+    for row in range(3):
         heads = [
             {position // BLOCK for position in live_positions(cache, layer)[row, head].tolist()}
             for layer in range(2)
@@ -153,13 +171,13 @@ def test_report_before_the_budget_binds_says_so() -> None:
 def test_sinks_and_recent_tokens_live_and_bounds_hold(
     scorer: str | Callable[..., Tensor], prompt: int
 ) -> None:
-    text, cache = Text(prompt + 4 * BOUND), small_cache(scorer=scorer, trace=True)
+    text, cache = Text(prompt + 2 * BOUND), small_cache(scorer=scorer, trace=True)
     text.feed(cache, prompt)
-    for _ in range(4 * BOUND):
+    for _ in range(2 * BOUND):
         text.feed(cache, 1)
         assert cache.ledger.live <= BOUND
         assert len(cache.ledger.tables[0]) <= BOUND // BLOCK
-    assert cache.trace is not None and len(cache.trace) >= 9
+    assert cache.trace is not None and len(cache.trace) >= 4
     for traced in cache.trace:
         assert len(traced.positions) == 2
         for positions in traced.positions:
@@ -192,9 +210,9 @@ def test_trace_and_survivors_say_what_is_in_the_storage(prompt: int) -> None:
 @pytest.mark.parametrize("budget", [SINKS + RECENT + BLOCK, SINKS + RECENT + BLOCK + 1])
 @pytest.mark.parametrize("prompt", [1, 35, 36, 37, 100])
 def test_smallest_budget_keeps_sinks_and_recent(budget: int, prompt: int) -> None:
-    text, cache = Text(prompt + 200), small_cache(budget=budget, interval=1)
+    text, cache = Text(prompt + 50), small_cache(budget=budget, interval=1)
     text.feed(cache, prompt)
-    for _ in range(200):
+    for _ in range(50):
         text.feed(cache, 1)
         live = live_positions(cache, 0)
         seen = cache.get_seq_length()
@@ -324,7 +342,7 @@ SCORE = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 3.0, 1e30, math.nan, math.inf, -m
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_selection_equals_sorting_by_hand(data: st.DataObject) -> None:
     batch, heads, live = (data.draw(st.integers(1, n)) for n in (2, 2, 24))
     scores = [
@@ -374,25 +392,25 @@ def test_query_heads_are_standardised_over_candidates_and_merged_by_their_maximu
             assert got[row, head].tolist() == expected
 
 
-def test_query_head_without_a_preference_hides_no_other() -> None:
-    """Found: rounding made a constant head's z-scores +-1 instead of 0."""
-    live, best = 100, range(40, 50)
-    scores = torch.full((1, 2, live), 0.1)
-    scores[0, 1] = 0.0
-    scores[0, 1, list(best)] = 1.0
-    scores[0, 1, :30] = 0.9
-    positions = torch.arange(live, dtype=torch.int32)[None, None]
-    assert select(scores, positions, 10, Protection(0, 0)).tolist() == [[[*best]]]
+@pytest.mark.parametrize("constant", [0.0, 0.1, 0.3, 3.3, 1e4 + 0.1])
+def test_query_head_without_a_preference_hides_no_other(constant: float) -> None:
+    """Found: rounding made a constant head's z-scores 1 or -1 instead of 0."""
+    for live in (20, 129, 333, 1000):
+        scores = torch.full((1, 2, live), constant)
+        scores[0, 1] = torch.arange(live)
+        positions = torch.arange(live, dtype=torch.int32)[None, None]
+        got = select(scores, positions, live // 4, Protection(0, 0))
+        assert got[0, 0].tolist() == [*range(live - live // 4, live)]
 
 
-@pytest.mark.parametrize("pin_prompt", [False, True, "auto"])
-@pytest.mark.parametrize("prompt", [1, 40, 150])
+@pytest.mark.parametrize(
+    ("pin_prompt", "prompt"),
+    [(False, 1), (False, 40), (False, 150), (True, 1), (True, 48), ("auto", 20), ("auto", 150)],
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_knorm_keeps_what_a_naive_run_keeps(
     pin_prompt: bool | str, prompt: int, batch: int
 ) -> None:
-    if pin_prompt is True and prompt > BUDGET - RECENT:
-        pytest.skip("refused: the prompt does not fit")
     text = Text(prompt + 400, batch=batch)
     generator = torch.Generator().manual_seed(prompt)
     norms = torch.randint(1, 6, text.keys.shape[:-1], generator=generator)  # ties everywhere
@@ -471,7 +489,8 @@ def test_runs_repeat_exactly(scorer: str) -> None:
 def test_random_scorer_spreads_over_tokens_heads_and_compactions() -> None:
     text, cache = Text(4000), small_cache(scorer="random", trace=True, sinks=0, recent=0)
     text.feed(cache, 97)
-    decode(cache, text, 3900)
+    for _ in range(3900 // INTERVAL):
+        text.feed(cache, INTERVAL)
     assert cache.trace is not None
     survived = torch.zeros(2, BOUND)
     for traced, next_traced in zip(cache.trace[:-1], cache.trace[1:], strict=True):
@@ -511,10 +530,10 @@ def test_pads_go_first_and_rows_stay_equally_long() -> None:
     for row, count in enumerate(pads):
         mask[row, :count] = 0
     text, cache = Text(prompt + 300, batch=3), small_cache(trace=True)
-    cache.announce(prompt, mask[:, :prompt])
+    cache.announce(prompt, mask[:, :prompt], None)
     text.feed(cache, prompt)
     for _ in range(200):
-        cache.announce(1, mask[:, : cache.get_seq_length() + 1])
+        cache.announce(1, mask[:, : cache.get_seq_length() + 1], None)
         text.feed(cache, 1)
     assert cache.trace is not None and len(cache.trace) >= 5
     for i, traced in enumerate(cache.trace):
@@ -531,6 +550,26 @@ def test_pads_go_first_and_rows_stay_equally_long() -> None:
                 assert own[-RECENT:] == [*latest]
                 if count <= gone:
                     assert own[:SINKS] == [*range(SINKS)]
+
+
+@pytest.mark.parametrize("pads", [(0, 20), (70, 90), (110, 120)], ids=["left", "right", "later"])
+def test_pads_live_exactly_where_the_mask_has_them(pads: tuple[int, int]) -> None:
+    """Found: pads behind real tokens were evicted first, and the mask then hid real tokens.
+
+    transformers reads column `seen - live + j` of the 2-D mask for live slot `j`.
+    """
+    text, cache = Text(400, batch=2), small_cache()
+    mask = torch.ones(2, 400, dtype=torch.long)
+    mask[1, slice(*pads)] = 0
+    text.values = torch.where(mask[:, None, :, None] == 0, -1.0, text.values)
+    for count in [90, *[1] * 20, 30, *[1] * 200]:
+        stop = cache.get_seq_length() + count
+        live, offset = cache.get_mask_sizes(count)
+        used = cache.announce(count, mask[:, :stop], None)
+        text.feed(cache, count)
+        for layer in cache.layers:
+            is_pad = layer.values[1, :, :, 0] == -1
+            assert torch.equal(is_pad, (used[1, offset : offset + live] == 0).expand(2, -1))
 
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
@@ -557,6 +596,34 @@ def test_without_budget_everything_lives() -> None:
     cache.check()
 
 
+MODES = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad": torch.enable_grad,
+}
+
+
+@pytest.mark.parametrize("prefill", MODES)
+@pytest.mark.parametrize("then", MODES)
+def test_forwards_may_change_between_gradient_modes(prefill: str, then: str) -> None:
+    """Found: a prompt under `inference_mode`, then `generate` (`no_grad`), could not be appended.
+
+    In mode "grad" the states require gradients, as those of a model called as it stands do.
+    """
+    text, cache = Text(400), small_cache()
+    keys, values = text.keys, text.values
+    for mode, counts in ((prefill, [50, 1, 1]), (then, [1] * 60), (prefill, [1, 80, 1])):
+        with MODES[mode]():
+            weight = torch.ones((), requires_grad=mode == "grad")
+            text.keys, text.values = keys * weight, values * weight
+            for count in counts:
+                text.feed(cache, count)
+    text.keys, text.values = keys, values
+    text.check_contents(cache)
+    cache.check()
+    cache.reset()
+
+
 # Reset.
 
 
@@ -569,7 +636,6 @@ def test_reset_gives_everything_back_and_leaves_no_trace_of_the_first_run(batch:
     decode(used, first, 300)
     held = [weakref.ref(layer.storage.keys) for layer in used.layers]
     used.reset()
-    gc.collect()
     assert all(ref() is None for ref in held), "memory is still held after reset()"
     assert_same(snapshot(used), snapshot(new))
     assert used.report().bytes_reserved == used.report().blocks_used == 0

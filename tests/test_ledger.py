@@ -31,6 +31,8 @@ class SlotModel:
 
     def apply(self, step: Step, survivors: list[list[int]] | None, new: list[list[Token]]) -> None:
         """Compact or relocate, copy blocks, append: what a layer does with a step."""
+        if not step.fresh:
+            self.slots += [None] * (step.num_blocks * self.size - len(self.slots))
         if step.compacts:
             assert survivors is not None
             self._compact(step, survivors)
@@ -394,7 +396,7 @@ def more_live_than_seen(ledger: Ledger) -> None:
         (extra_block, "row 1 holds 3 blocks, 9 live tokens need 2"),
         (missing_block, "row 0 holds 1 blocks, 9 live tokens need 2"),
         (leaked_block, "reference counts say"),
-        (more_live_than_seen, r"live_tokens 9 is not within \[0, seen = 8\]"),
+        (more_live_than_seen, r"live_tokens 9 is not within \[floor = 0, seen = 8\]"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

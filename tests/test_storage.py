@@ -270,7 +270,7 @@ def test_sliding_in_place_needs_less_than_a_mebibyte_of_scratch(dtype: torch.dty
 # Ledger, plan and storage together.
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_runs_equal_a_dense_cache(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Forwards, compactions in place and into new storages, row selections: like dense tensors."""
     rng, block_size = random.Random(seed), random.Random(seed).choice([1, 3, 4, 16])
@@ -279,9 +279,11 @@ def test_random_runs_equal_a_dense_cache(monkeypatch: pytest.MonkeyPatch, seed: 
     batch, dtype = rng.randint(1, 4), rng.choice(DTYPES)
     dense = list(states(batch, 0, dtype))
     storage = LayerStorage(block_size, *dense)
-    for _ in range(60):
+    for _ in range(50):
         num_new = rng.choice([1, 1, 1, 2, 7, 50])
         step, new = ledger.begin(batch, num_new), states(batch, num_new, dtype)
+        if not step.fresh:
+            storage.ensure(step.num_blocks)
         if step.compacts:
             kept = [
                 [sorted(rng.sample(range(step.live), step.kept)) for _ in range(HEADS)]

@@ -1,5 +1,5 @@
 """Tensor operations over blocks, each with one signature."""
 
-from kvpage.kernels.reference import move_slots, score_tokens
+from kvpage.kernels.reference import key_norms, move_slots, score_tokens
 
-__all__ = ["move_slots", "score_tokens"]
+__all__ = ["key_norms", "move_slots", "score_tokens"]

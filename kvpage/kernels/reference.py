@@ -37,6 +37,17 @@ def score_tokens(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> Tensor
     return scores
 
 
+def key_norms(keys: Tensor) -> Tensor:
+    """Euclidean norm of every key: `[B, Hkv, L, D]`, any float dtype, to float32 `[B, Hkv, L]`."""
+    batch, kv_heads, live, dim = keys.shape
+    norms = torch.empty(batch, kv_heads, live, dtype=torch.float32, device=keys.device)
+    chunk = max(1, SCRATCH_ELEMENTS // (batch * kv_heads * dim))
+    for start in range(0, live, chunk):
+        part = keys[:, :, start : start + chunk].float()
+        norms[:, :, start : start + chunk] = torch.linalg.vector_norm(part, dim=-1)
+    return norms
+
+
 def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:
     """Copy tokens from slots `source` of `blocks` to slots `target` of `into`, in order.
 

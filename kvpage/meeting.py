@@ -1,0 +1,74 @@
+"""A cache and its one model: found, kept, checked."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, Watcher, join
+
+
+class Meeting:
+    """Which model a cache belongs to: the one it was made with, or the first that uses it."""
+
+    def __init__(self, cache: HookedCache, model: nn.Module | None) -> None:
+        self._watcher = Watcher(cache) if model is None else None
+        self._attachment: Attachment | None = None if model is None else join(model, cache)
+        self._rope_checked = False
+
+    def fork(self, twin: HookedCache) -> Meeting:
+        """The meeting of a copy: the same model, if there is one yet."""
+        if self._attachment is None:
+            return Meeting(twin, None)
+        meeting = Meeting.__new__(Meeting)
+        meeting.__dict__.update(self.__dict__)
+        self._attachment.join(twin)
+        return meeting
+
+    @property
+    def key(self) -> ModelKey | None:
+        """The model, once it was met."""
+        return None if self._attachment is None else self._attachment.key
+
+    @property
+    def name(self) -> str | None:
+        return None if self.key is None else self.key.name
+
+    def meet(self, key: ModelKey, filled_layers: int) -> None:
+        """The model of `key` uses the cache, which has `filled_layers` layers already.
+
+        Raises `ValueError` when the cache belongs to another model.
+        """
+        if self._attachment is None:
+            if filled_layers not in (0, key.num_layers):
+                raise ValueError(
+                    f"cache: filled with {filled_layers} layers, {key.name} has {key.num_layers}"
+                )
+            assert self._watcher is not None
+            self._attachment = self._watcher.stop(key)
+            self._watcher = None
+        elif self._attachment.key is not key:
+            raise ValueError(
+                f"cache: belongs to the {self.name} it was first used with, offered to another "
+                f"{key.name}; a cache serves one model, make a new one"
+            )
+
+    def check_caller(self, call: Call | None) -> None:
+        """Raise unless an update comes from the cache's own model, through its hooks."""
+        if self._attachment is None:
+            if self._watcher is not None and self._watcher.refusal is not None:
+                kind, message = self._watcher.refusal
+                raise kind(message)
+        elif call is None and not self._attachment.handles:
+            raise RuntimeError(f"kvpage was detached from this {self.name}; attach it again")
+        elif call is None:
+            raise ValueError(
+                f"cache: belongs to the {self.name} it was first used with; this update came from "
+                "elsewhere. A cache serves one model: make a new one"
+            )
+
+    def check_rope(self, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:
+        """Compare the model's rotary embedding with ours, at the first positions that tell."""
+        assert self.key is not None
+        if not self._rope_checked and int(position_ids.max()) > 0:
+            self.key.rope.check(cos, sin, position_ids)
+            self._rope_checked = True
