@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpage.centroids import Statistics
+from kvpage.compat import not_compiled
 from kvpage.compat import query_length as length_of
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.core import PagedCore
@@ -69,6 +70,7 @@ class PagedCompactCache(PagedCore, Cache):
 
     # What transformers calls.
 
+    @not_compiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from packaging.version import Version
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24."""
@@ -40,3 +42,8 @@ def tokens_to_remove(argument: int, seen: int) -> int:
     if argument > 0:
         raise ValueError(f"tokens_to_remove: zero or a negative number expected, got {argument}")
     return 0
+
+
+def not_compiled(function: F) -> F:
+    """Keep `torch.compile` out of `function`: a compiled model breaks its graph there."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]

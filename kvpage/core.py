@@ -61,6 +61,13 @@ class PagedCore(HookedCache):
     def meet(self, key: ModelKey) -> None:
         self._meeting.meet(key, len(self.layers))
 
+    def check_trainable(self) -> None:
+        if self.ledger.seen > 0:
+            raise RuntimeError(
+                f"cache: gradients do not reach the {self.ledger.seen} tokens it holds; train "
+                "without it, use torch.no_grad(), or put the model in eval mode"
+            )
+
     def expect_drafts(self, drafts: int) -> None:
         self._forwards.drafts = drafts
 

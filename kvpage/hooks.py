@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvpage.architectures import AttentionSite, Decoder, Rope, decoder_of, describe
-from kvpage.compat import cache_argument
+from kvpage.compat import cache_argument, not_compiled
 
 
 class ModelKey:
@@ -40,6 +40,10 @@ class HookedCache(ABC):
     @abstractmethod
     def meet(self, key: ModelKey) -> None:
         """A model uses this cache; raises `ValueError` when it belongs to another."""
+
+    @abstractmethod
+    def check_trainable(self) -> None:
+        """A forward in training mode with gradients starts; raises where they would be wrong."""
 
     @abstractmethod
     def expect_drafts(self, drafts: int) -> None:
@@ -116,6 +120,7 @@ class OuterHook(_Hook):
     Assisted decoding asks for the logits of the drafts and of the token before them.
     """
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = cache_argument(kwargs)
         if isinstance(cache, HookedCache):
@@ -129,6 +134,7 @@ class DecoderHook(_Hook):
     def __init__(self, key: ModelKey, parameters: tuple[str, ...]) -> None:
         self.key, self.parameters = key, parameters
 
+    @not_compiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -137,6 +143,8 @@ class DecoderHook(_Hook):
         if not isinstance(cache, HookedCache):
             return None
         cache.meet(self.key)
+        if module.training and torch.is_grad_enabled():
+            cache.check_trainable()
         inputs = arguments.get("input_ids")
         if inputs is None:
             inputs = arguments.get("inputs_embeds")
@@ -153,6 +161,7 @@ class AttentionHook(_Hook):
     def __init__(self, key: ModelKey, layer_idx: int) -> None:
         self.key, self.layer_idx = key, layer_idx
 
+    @not_compiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -184,6 +193,7 @@ class AttentionHook(_Hook):
 class QueryHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE query."""
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
             _current.call.queries = output
@@ -192,6 +202,7 @@ class QueryHook(_Hook):
 class KeyHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE key."""
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
             _current.call.keys = output
@@ -325,6 +336,7 @@ class Watcher:
         self._handle = register_module_forward_pre_hook(self._see)
         weakref.finalize(cache, self._handle.remove).atexit = False
 
+    @not_compiled
     def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         cache = self._cache()
         if cache is None or not isinstance(module, PreTrainedModel):

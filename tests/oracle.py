@@ -78,13 +78,13 @@ def oracle_logits(
         return model(ids, position_ids=positions, use_cache=False).logits
 
 
-def check_against_oracle(model, trace, fed, logits, real=None, positions=None):
+def check_against_oracle(model, trace, fed, logits, real=None, positions=None, atol=1e-4):
     """`logits` `[B, n, V]` of the last `n` of the tokens `fed` `[B, T]` equal the oracle's."""
     real = torch.ones_like(fed) if real is None else real
     real = torch.nn.functional.pad(real, (0, fed.shape[1] - real.shape[1]), value=1).bool()
     count = logits.shape[1]
     asked = real[:, -count:]  # what a pad attends to is nobody's business
     expected = oracle_logits(model, fed, trace, real, positions)[:, -count:]
-    torch.testing.assert_close(logits[asked], expected[asked], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[asked], expected[asked], atol=atol, rtol=1e-4)
     unmasked = oracle_logits(model, fed, [], real, positions)[:, -count:]
     assert (unmasked - expected)[asked].abs().max() > 1e-2  # the evicted tokens mattered
