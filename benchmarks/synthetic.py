@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpage import PagedCompactCache
 from kvpage.architectures import Rope, describe
+from kvpage.centroids import Vectors
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def fill(cache: Cache, geometry: Geometry, chunks: Iterable[int]) -> None:
 def collect(cache: Cache, index: int, geometry: Geometry, queries: Tensor, keys: Tensor) -> None:
     """Give a layer's statistics `queries` and `keys` `[1, heads, n, D]`, as hooks would."""
     queries, keys = (x.transpose(1, 2).flatten(2) for x in (queries, keys))  # [1, n, heads * D]
-    cache.layers[index].collect(queries, keys, None, geometry.rope)
+    vectors = Vectors(queries, keys, None)
+    cache.layers[index].collector(vectors, geometry.rope).add(vectors)
 
 
 def steady_chunks(seen: int, budget: int, interval: int) -> Iterator[int]:

@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvpage import PagedCompactCache, Report
 
-QUESTION = "Write a long story about a lighthouse keeper and the storm that changed her life."
+QUESTION = "Describe a journey through the solar system, planet by planet, in great detail."
 EXCERPT = 300
 """Characters of the text to print from either end."""
 
@@ -124,9 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--repetition-penalty",
         type=at_least(1, float),
-        default=1.1,
+        default=1.05,
         metavar="X",
-        help="above 1 keeps a small model out of loops; 1 is none",
+        help="above 1, a small model loops less; 1 is none",
     )
     add("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
     add("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling")

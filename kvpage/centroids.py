@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from torch import Tensor
 from kvpage.architectures import Rope
 
 FOLD_TOKENS = 128
-"""Vectors of at most this many tokens wait, unsummed, so that a decode step costs no arithmetic."""
+"""Vectors of about this many tokens wait, unsummed, so that a decode step costs no arithmetic."""
+
+SCRATCH_ELEMENTS = 1 << 15
+"""Elements that are summed at a time: what folding needs beside the vectors stays small."""
 
 
 def band_magnitude(vectors: Tensor, bands: int) -> Tensor:
@@ -46,14 +50,15 @@ class RunningMoments:
     def plus(self, vectors: Tensor, real: Tensor | None) -> RunningMoments:
         """With `vectors` `[B, n, H, D]` added; `real` `[B, n]` bool is False for pads."""
         total, magnitude_total = self.total, self.magnitude_total
-        bands = magnitude_total.shape[2]
-        for start in range(0, vectors.shape[1], FOLD_TOKENS):
-            part = vectors[:, start : start + FOLD_TOKENS].to(total.dtype)
+        dtype, bands = total.dtype, magnitude_total.shape[2]
+        chunk = max(1, SCRATCH_ELEMENTS // vectors[:, :1].numel())
+        for start in range(0, vectors.shape[1], chunk):
+            part = vectors[:, start : start + chunk].float()
             if real is not None:
-                flags = real[:, start : start + FOLD_TOKENS, None, None]
-                part = torch.where(flags, part, 0.0)
-            total = total + part.sum(dim=1)
-            magnitude_total = magnitude_total + band_magnitude(part, bands).sum(dim=1)
+                part = torch.where(real[:, start : start + chunk, None, None], part, 0.0)
+            total = total + part.sum(dim=1, dtype=dtype)
+            magnitude = band_magnitude(part, bands)
+            magnitude_total = magnitude_total + magnitude.sum(dim=1, dtype=dtype)
         return RunningMoments(total, magnitude_total)
 
     def select_rows(self, rows: Tensor) -> RunningMoments:
@@ -82,8 +87,7 @@ class Statistics:
         return mean / self.query_magnitude.clamp_min(torch.finfo(torch.float32).tiny)
 
 
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(NamedTuple):
     """Pre-RoPE queries and keys of one forward, not summed yet: `[B, n, ...]`, head_dim last."""
 
     queries: Tensor
@@ -114,10 +118,11 @@ class LayerStatistics:
         self._keys: RunningMoments | None = None
         self._count: Tensor | None = None
         self._waiting: list[Vectors] = []
+        self._waiting_tokens = 0
 
     def add(self, vectors: Vectors) -> None:
         """Take the vectors of a forward; those of the forwards before are there to stay."""
-        if sum(each.tokens for each in self._waiting) >= FOLD_TOKENS:
+        if self._waiting_tokens >= FOLD_TOKENS:
             self._fold()
         early = max(0, vectors.tokens - FOLD_TOKENS)
         if early:
@@ -125,14 +130,17 @@ class LayerStatistics:
             self._sum([vectors.part(0, early)])
         # A slice would keep a whole prompt's vectors in memory for its last tokens.
         self._waiting.append(_copied(vectors.part(early, vectors.tokens)) if early else vectors)
+        self._waiting_tokens += vectors.tokens - early
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, as far as they wait: at least the last 128."""
         while count > 0 and self._waiting:
             last = self._waiting.pop()
-            if last.tokens > count:
-                self._waiting.append(last.part(0, last.tokens - count))
-            count -= last.tokens
+            undone = min(count, last.tokens)
+            if undone < last.tokens:
+                self._waiting.append(last.part(0, last.tokens - undone))
+            self._waiting_tokens -= undone
+            count -= undone
 
     def read(self, more: Vectors | None = None) -> Statistics:
         """The statistics of everything added so far, and of `more`, which is not added."""
@@ -178,9 +186,12 @@ class LayerStatistics:
 
     def _fold(self) -> None:
         """Sum what waits, forwards with and without pads apart."""
-        waiting, self._waiting = self._waiting, []
-        for _, run in groupby(waiting, key=lambda vectors: vectors.real is None):
-            self._sum(list(run))
+        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        for _, alike in groupby(waiting, key=lambda vectors: vectors.real is None):
+            run = list(alike)
+            some = max(1, SCRATCH_ELEMENTS // run[0].queries[:, :1].numel())
+            for start in range(0, len(run), some):
+                self._sum(run[start : start + some])
 
     def _sum(self, run: list[Vectors]) -> None:
         queries = _joined([vectors.queries for vectors in run])

@@ -153,7 +153,7 @@ class PagedCore(HookedCache):
             if call.queries is None or call.keys is None:
                 raise RuntimeError("queries or keys of this layer did not pass kvpage's hooks")
             assert self._meeting.key is not None
-            vectors = Vectors(call.queries.detach(), call.keys.detach(), forward.real)
+            vectors = Vectors(_leaf(call.queries), _leaf(call.keys), forward.real)
             statistics = layer.collector(vectors, self._meeting.key.rope)
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
@@ -245,6 +245,10 @@ class PagedCore(HookedCache):
             layer.select_rows(index)
         if self.trace is not None:
             self.trace = [event.select_rows(index) for event in self.trace]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _check_states(key_states: Tensor, value_states: Tensor) -> None:

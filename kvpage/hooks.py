@@ -193,7 +193,6 @@ class AttentionHook(_Hook):
 class QueryHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE query."""
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
             _current.call.queries = output
@@ -202,7 +201,6 @@ class QueryHook(_Hook):
 class KeyHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE key."""
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
             _current.call.keys = output

@@ -116,9 +116,13 @@ class PagedLayer(CacheLayerMixin):
             ("key_states", keys, self.storage.keys),
             ("value_states", values, self.storage.values),
         ):
-            expected = (held.shape[0], held.shape[3], held.dtype, held.device)
-            got = (new.shape[1], new.shape[3], new.dtype, new.device)
-            if got != expected:
+            if (
+                new.shape[1::2] != held.shape[0::3]
+                or new.dtype != held.dtype
+                or new.device != held.device
+            ):
+                expected = (*held.shape[0::3], held.dtype, held.device)
+                got = (*new.shape[1::2], new.dtype, new.device)
                 raise ValueError(
                     f"{name}: (KV heads, head_dim, dtype, device) {expected} expected as in the "
                     f"tokens already cached, got {got}"
