@@ -67,3 +67,9 @@ def test_files_and_the_library_stay_small():
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert max(lines.values()) <= 360
     assert sum(lines.values()) <= 3500
+
+
+def test_the_readmes_tree_names_every_module():
+    tree = (PACKAGE.parent / "README.md").read_text().split("## The tree")[1]
+    for path in PACKAGE.glob("*.py"):
+        assert path.name == "__init__.py" or f"  {path.name} " in tree, path.name
