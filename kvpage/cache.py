@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -121,16 +122,20 @@ class PagedCompactCache(PagedCore, Cache):
         """Whether `activate_past_recording` was called."""
         return self._forwards.records
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row and commit those before them.
 
         Before transformers 5.15 a positive number is the length to keep. Raises `ValueError` when
         some of them were compacted since, and nothing changes.
         """
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
-            raise TypeError(f"tokens_to_remove: an integer expected, got {tokens_to_remove!r}")
+        try:
+            argument = operator.index(tokens_to_remove)
+        except TypeError:
+            raise TypeError(
+                f"tokens_to_remove: an integer expected, got {tokens_to_remove!r}"
+            ) from None
         self._check_complete()
-        count = number_to_remove(tokens_to_remove, self.ledger.seen)
+        count = number_to_remove(argument, self.ledger.seen)
         self._crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

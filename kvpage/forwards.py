@@ -90,6 +90,12 @@ class Forwards:
         Returns the 2-D mask the model is to use: with a column for each seen token, as given, but
         with the pads among the live tokens where they are now.
         """
+        if num_new == 0:
+            raise ValueError(
+                f"input_ids: tokens behind the {self.ledger.seen} seen ones expected, got none; "
+                "generate takes the full ids, or the new ids with the attention_mask of the whole "
+                "text"
+            )
         drafts, self.drafts = self.drafts, None
         if drafts is None and self.records and num_new > 1:
             raise ValueError(

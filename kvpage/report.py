@@ -19,6 +19,8 @@ from kvpage.settings import Settings
 class Report:
     """Numbers of a cache, over all rows; lengths are per row, pads included.
 
+    Blocks and bytes are those of the pool, which copies of a cache share.
+
     blocks_freed counts the blocks that compaction returned to the pool. The counterfactual evicts
     the same tokens but never moves one: `blocks_freed_without_compaction` are the blocks that would
     have come free under one block table for all layers and heads, as here;
@@ -83,19 +85,19 @@ class Report:
             ),
             (
                 "KV memory",
-                f"{megabytes(self.bytes_in_use)} in use, {megabytes(self.bytes_reserved)} reserved,"
-                f" {megabytes(self.bytes_peak)} at the peak",
+                f"{readable(self.bytes_in_use)} in use, {readable(self.bytes_reserved)} reserved,"
+                f" {readable(self.bytes_peak)} at the peak",
             ),
-            ("statistics", megabytes(self.bytes_statistics)),
+            ("statistics", readable(self.bytes_statistics)),
             ("compactions", f"{self.compactions:,} in {self.compaction_seconds:.3f} s"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def megabytes(count: int) -> str:
-    """`count` bytes in MiB, to read."""
-    return f"{count / 2**20:,.1f} MiB"
+def readable(count: int) -> str:
+    """`count` bytes in KiB or MiB."""
+    return f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
 
 
 def report_on(

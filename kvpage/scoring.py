@@ -30,8 +30,8 @@ OFFSETS = tuple(2**i for i in range(13))
 class Scorer(Protocol):
     """Scores the live tokens of one layer.
 
-    keys: `[B, Hkv, L, D]`, as cached (rotated); statistics: of the layer, or `None` where
-    `needs_statistics` is False; next_position: int64 `[B]`, the position of each row's next token.
+    keys: `[B, Hkv, L, D]`, as cached (rotated), the storage itself: read only; statistics: of the
+    layer, or `None` where `needs_statistics` is False; next_position: int64 `[B]`, the position of each row's next token.
     Returns `[B, Hkv, L]`, or `[B, H, L]`: one score per query head, which are then standardised
     over the candidates and merged by their maximum within each KV head.
     """
@@ -144,6 +144,8 @@ class Custom:
                 f"scorer: scores [{batch}, {kv_heads} or {heads}, {live}] expected, got "
                 f"{list(scores.shape)}"
             )
+        if bool(scores.isnan().any()):
+            raise ValueError("scorer: scores without NaN expected, got NaN")
         return scores.float()
 
 
