@@ -252,6 +252,10 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _check_states(key_states: Tensor, value_states: Tensor) -> None:
+    if isinstance(key_states, Tensor) and isinstance(value_states, Tensor):
+        shape, other = key_states.shape, value_states.shape
+        if len(shape) == 4 == len(other) and shape[:3] == other[:3] and 0 not in (*shape, other[3]):
+            return
     for name, states in (("key_states", key_states), ("value_states", value_states)):
         if not isinstance(states, Tensor) or states.ndim != 4:
             got = list(states.shape) if isinstance(states, Tensor) else type(states).__name__
@@ -261,7 +265,6 @@ def _check_states(key_states: Tensor, value_states: Tensor) -> None:
             f"value_states: [B, Hkv, q] = {list(key_states.shape[:3])} expected as in key_states, "
             f"got {list(value_states.shape[:3])}"
         )
-    if key_states.numel() == 0 or value_states.numel() == 0:
-        raise ValueError(
-            f"key_states: at least one row and one new token expected, got {list(key_states.shape)}"
-        )
+    raise ValueError(
+        f"key_states: at least one row and one new token expected, got {list(key_states.shape)}"
+    )

@@ -108,21 +108,18 @@ class PagedLayer(CacheLayerMixin):
         """Raise `ValueError` unless `keys` and `values` continue what this layer holds."""
         if self.storage is None:
             return
-        for name, new, held in (
-            ("key_states", keys, self.storage.keys),
-            ("value_states", values, self.storage.values),
-        ):
-            if (
-                new.shape[1::2] != held.shape[0::3]
-                or new.dtype != held.dtype
-                or new.device != held.device
-            ):
-                expected = (*held.shape[0::3], held.dtype, held.device)
-                got = (*new.shape[1::2], new.dtype, new.device)
-                raise ValueError(
-                    f"{name}: (KV heads, head_dim, dtype, device) {expected} expected as in the "
-                    f"tokens already cached, got {got}"
-                )
+        held = self.storage.signature
+        if (keys.shape[1::2], keys.dtype, keys.device, values.shape[1::2], values.dtype) == held:
+            return
+        expected, got = held[:3], (keys.shape[1::2], keys.dtype, keys.device)
+        name = "key_states"
+        if expected == got:
+            name, expected = "value_states", (*held[3:], held[2])
+            got = (values.shape[1::2], values.dtype, values.device)
+        raise ValueError(
+            f"{name}: [KV heads, head_dim], dtype and device {expected} expected as in the tokens "
+            f"already cached, got {got}"
+        )
 
     def fork(self, ledger: Ledger) -> PagedLayer:
         """A layer of its own over the same storage, for a forked `ledger`."""

@@ -31,7 +31,8 @@ class Scorer(Protocol):
     """Scores the live tokens of one layer.
 
     keys: `[B, Hkv, L, D]`, as cached (rotated), the storage itself: read only; statistics: of the
-    layer, or `None` where `needs_statistics` is False; next_position: int64 `[B]`, the position of each row's next token.
+    layer, or `None` where `needs_statistics` is False; next_position: int64 `[B]`, the position of
+    each row's next token.
     Returns `[B, Hkv, L]`, or `[B, H, L]`: one score per query head, which are then standardised
     over the candidates and merged by their maximum within each KV head.
     """

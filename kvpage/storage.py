@@ -23,6 +23,10 @@ class LayerStorage:
         self.block_size = block_size
         self.keys = keys.new_empty(keys.shape[1], 0, block_size, keys.shape[3])
         self.values = values.new_empty(values.shape[1], 0, block_size, values.shape[3])
+        self.signature = (
+            keys.shape[1::2], keys.dtype, keys.device, values.shape[1::2], values.dtype
+        )  # fmt: skip
+        """What every appended K and V has: `[heads, head_dim]`, dtype and device."""
         self._layout: Layout | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._tables: Tensor | None = None
@@ -62,10 +66,10 @@ class LayerStorage:
         start, stop = step.kept, step.kept + step.num_new
         self._use(step.layout)
         if self._views is not None:
-            live_keys, live_values = self.read(step.layout, stop)
-            live_keys[:, :, start:].copy_(keys)
-            live_values[:, :, start:].copy_(values)
-            return live_keys, live_values
+            all_keys, all_values = self._views
+            all_keys.narrow(2, start, step.num_new).copy_(keys)
+            all_values.narrow(2, start, step.num_new).copy_(values)
+            return all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop)
         slots = self._slots(start, stop)
         _scatter(self.keys, slots, keys)
         _scatter(self.values, slots, values)
@@ -75,7 +79,7 @@ class LayerStorage:
         """The live keys and values `[B, Hkv, live, D]` under `layout`: views where rows allow."""
         self._use(layout)
         if self._views is not None:
-            return self._views[0][:, :, :live], self._views[1][:, :, :live]
+            return self._views[0].narrow(2, 0, live), self._views[1].narrow(2, 0, live)
         return self._gather(self.keys, live), self._gather(self.values, live)
 
     def _slots(self, start: int, stop: int) -> Tensor:

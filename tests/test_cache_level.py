@@ -33,7 +33,7 @@ def first_dimension(keys: Tensor, statistics: None, next_position: Tensor) -> Te
 first_dimension.needs_statistics = False  # type: ignore[attr-defined]
 
 SCORERS = ["streaming", "knorm", "random", first_dimension]
-every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=str)
+every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=lambda s: getattr(s, "__name__", s))
 
 
 def decode(cache: PagedCompactCache, text: Text, tokens: int) -> None:
