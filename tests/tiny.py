@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -19,6 +22,10 @@ from transformers import (
 )
 
 VOCABULARY = 101
+RELEASE = Version(transformers.__version__).release
+NEEDS_5_24 = pytest.mark.skipif(
+    RELEASE < (5, 24), reason="transformers can't do assisted decoding on a filled cache here"
+)
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -27,7 +34,7 @@ COMMON = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.1,
     "bos_token_id": None,
-    "eos_token_id": None,
+    "eos_token_id": None if RELEASE >= (5, 15) else VOCABULARY - 1,  # older lookup needs one
     "pad_token_id": 0,
 }
 LLAMA3 = {

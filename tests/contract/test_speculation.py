@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-import transformers
 from oracle import check_against_oracle
-from packaging.version import Version
-from tiny import build, cache_name, generate, prompt
+from tiny import NEEDS_5_24, RELEASE, build, cache_name, generate, prompt
 from transformers import DynamicCache
 
 from kvpage import PagedCompactCache
 
 SMALL = {"budget": 64, "interval": 24, "recent": 16, "trace": True}
-REMOVES = Version(transformers.__version__).release >= (5, 15)
+REMOVES = RELEASE >= (5, 15)
 
 
 def crop(cache, count):
@@ -59,6 +57,7 @@ def test_a_draft_model_equals_plain_decoding_with_every_scorer(attention, scorer
     same_evictions(assisted, plain)
 
 
+@NEEDS_5_24
 @pytest.mark.parametrize("pin_prompt", [False, "auto", True])
 def test_turns_of_assisted_and_plain_decoding_mix(pin_prompt):
     model = build("llama-gqa3-tied")
@@ -77,6 +76,7 @@ def test_turns_of_assisted_and_plain_decoding_mix(pin_prompt):
     same_evictions(*caches)
 
 
+@NEEDS_5_24
 def test_full_ids_that_assisted_decoding_would_feed_twice_are_refused():
     model = build("llama-gqa3-tied")
     cache = PagedCompactCache(model, **SMALL)
