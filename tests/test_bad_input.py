@@ -491,8 +491,21 @@ def without_statistics(function: Callable[..., Any]) -> Callable[..., Any]:
         (lambda keys: keys[..., 0].tolist(), TypeError, "list"),
         (lambda keys: None, TypeError, "NoneType"),
         (lambda keys: keys[..., 0].numpy(), TypeError, "ndarray"),
+        (lambda keys: keys[..., 0] * math.nan, ValueError, "NaN"),
     ],
-    ids=["4-D", "short", "one head", "no batch", "4 heads", "int", "bool", "list", "None", "numpy"],
+    ids=[
+        "4-D",
+        "short",
+        "one head",
+        "no batch",
+        "4 heads",
+        "int",
+        "bool",
+        "list",
+        "None",
+        "numpy",
+        "NaN",
+    ],  # fmt: skip
 )
 def test_scorer_that_returns_something_else_is_named_and_reset_recovers(
     result: Callable[[Tensor], Any], error: type[Exception], got: str

@@ -185,3 +185,25 @@ def test_assisted_decoding_without_the_outer_model_says_what_to_do():
     model = build("llama-gqa3-tied")
     with pytest.raises(ValueError, match=r"PagedCompactCache\(model\)"):
         generate(model, prompt(30), PagedCompactCache(**SMALL), 5, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.skipif(not REMOVES, reason="crop takes the length to keep before transformers 5.15")
+def test_crop_takes_what_transformers_passes_an_integer_or_a_tensor():
+    model = build("llama-gqa3-tied")
+    cache = PagedCompactCache(model, **SMALL)
+    with torch.no_grad():
+        model(prompt(30), **{cache_name(model): cache})
+    for argument in (-3, torch.tensor(-3), torch.tensor(0), 0):
+        cache.crop(argument)
+    assert cache.get_seq_length() == 24
+
+
+def test_new_ids_without_the_mask_of_the_whole_text_are_refused():
+    """generate takes them for the full ids and finds nothing new among them."""
+    model = build("llama-gqa3-tied")
+    cache = PagedCompactCache(model, **SMALL)
+    first, _ = generate(model, prompt(30), cache, 10)
+    new = torch.cat((first[:, -1:], prompt(9, seed=1)), dim=1)
+    with pytest.raises(ValueError, match=r"input_ids|attention_mask"):
+        generate(model, new, cache, 10)
+    assert cache.get_seq_length() == 39
