@@ -505,7 +505,7 @@ def without_statistics(function: Callable[..., Any]) -> Callable[..., Any]:
         "None",
         "numpy",
         "NaN",
-    ],  # fmt: skip
+    ],
 )
 def test_scorer_that_returns_something_else_is_named_and_reset_recovers(
     result: Callable[[Tensor], Any], error: type[Exception], got: str
