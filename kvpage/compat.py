@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from packaging.version import Version
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24."""
@@ -37,7 +38,7 @@ def tokens_to_remove(argument: int, seen: int) -> int:
     """
     if argument < 0:
         return -argument
-    if Version(transformers.__version__).release < (5, 15):
+    if RELEASE < (5, 15):
         return max(0, seen - argument)
     if argument > 0:
         raise ValueError(f"tokens_to_remove: zero or a negative number expected, got {argument}")
