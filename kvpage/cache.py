@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache
 
 from kvpage.centroids import Statistics
 from kvpage.compat import not_compiled
-from kvpage.compat import query_length as length_of
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.core import PagedCore
 from kvpage.layer import PagedLayer
@@ -87,11 +86,10 @@ class PagedCompactCache(PagedCore, Cache):
         """Seen tokens per row, evicted ones included: the next token's position follows them."""
         return self.ledger.seen
 
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """`(live + q, seen - live)` as they will be after a compaction due in this forward."""
-        new = length_of(query_length)
-        kept = self._forwards.kept(new)
-        return kept + new, self.ledger.seen - kept
+        kept = self._forwards.kept(query_length)
+        return kept + query_length, self.ledger.seen - kept
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no maximum length."""

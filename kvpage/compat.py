@@ -25,11 +25,6 @@ def cache_argument(arguments: Mapping[str, Any]) -> Any:
     return None
 
 
-def query_length(query: int | torch.Tensor) -> int:
-    """`get_mask_sizes` takes the number of new tokens; before 5.4 it took their positions."""
-    return query if isinstance(query, int) else int(query.shape[0])
-
-
 def tokens_to_remove(argument: int, seen: int) -> int:
     """How many tokens `crop(argument)` removes from `seen`.
 
