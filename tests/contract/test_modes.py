@@ -5,6 +5,7 @@ import torch
 from oracle import check_against_oracle
 from tiny import NEEDS_5_24, build, cache_name, generate, prompt
 from transformers import DynamicCache
+from watched import Watched, all_logits
 
 from kvpage import PagedCompactCache
 
@@ -150,33 +151,6 @@ def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention,
         cache.check()
 
 
-class Watched(PagedCompactCache):
-    """Notes ids, positions and logits of every forward, through reordering and crops."""
-
-    def follow(self, model):
-        self.notes = None
-
-        def note(module, args, kwargs, output):
-            if kwargs.get(cache_name(module)) is not self:
-                return output
-            ids = kwargs["input_ids"]
-            new = [ids, kwargs["position_ids"].expand_as(ids), output.logits]
-            old = self.notes or [part[:, :0] for part in new]
-            self.notes = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
-            self.mask = kwargs.get("attention_mask")
-            return output
-
-        return model.register_forward_hook(note, with_kwargs=True)
-
-    def reorder_cache(self, beam_idx):
-        super().reorder_cache(beam_idx)
-        self.notes = [part[beam_idx] for part in self.notes]
-
-    def crop(self, tokens_to_remove):
-        super().crop(tokens_to_remove)
-        self.notes = [part[:, : self.get_seq_length()] for part in self.notes]
-
-
 @pytest.mark.parametrize(
     "mode",
     [mode for mode in MODES if mode is not embeddings],
@@ -188,23 +162,14 @@ def test_over_budget_every_mode_attends_to_exactly_what_lives(name, attention, m
     """Every logit of every row, whatever was reordered, cropped or padded, is the oracle's."""
     model = build(name, attention)
     cache = Watched(model, budget=40, interval=8, recent=8, trace=True)
-    handle = cache.follow(all_logits(model))
+    all_logits(model)
+    handle = cache.follow(model)
     mode(model, cache)
     handle.remove()
     assert cache.report().budget_bound
     cache.check()
     fed, positions, logits = cache.notes
     check_against_oracle(model, cache.trace, fed, logits, cache.mask, positions)
-
-
-def all_logits(model):
-    """Make `model` return logits for every new token, whatever `generate` asks for."""
-
-    def ask(module, args, kwargs):
-        return args, kwargs | {"logits_to_keep": 0}
-
-    model.register_forward_pre_hook(ask, with_kwargs=True)
-    return model
 
 
 def test_over_budget_embeddings_give_what_ids_give():
@@ -240,7 +205,8 @@ def test_sixteen_rows_of_very_different_lengths_give_what_each_gives_alone(atten
         alone = call(model, own, PagedCompactCache())
         assert torch.equal(alone[0, -40:], together[row, -40:])
     cache = Watched(model, budget=40, interval=8, recent=8, trace=True)
-    handle = cache.follow(all_logits(model))
+    all_logits(model)
+    handle = cache.follow(model)
     call(model, ids * mask, cache, attention_mask=mask)
     handle.remove()
     fed, positions, logits = cache.notes
