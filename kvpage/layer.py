@@ -128,11 +128,20 @@ class PagedLayer(CacheLayerMixin):
         twin.statistics = None if self.statistics is None else self.statistics.fork()
         return twin
 
-    @without_autograd
     def apply(
         self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return all live."""
+        storage = self.storage
+        if storage is not None and storage.holds(step.layout) and not torch.is_grad_enabled():
+            self.proposed, self.step_index = None, step.index
+            return storage.append(step, keys, values)  # nothing that outlives this call is made
+        return self._apply(step, due, scorer, keys, values)
+
+    @without_autograd
+    def _apply(
+        self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.storage is None:
             self.storage = LayerStorage(self.ledger.block_size, keys, values)
         self.proposed = None

@@ -28,7 +28,7 @@ class LayerStorage:
         )  # fmt: skip
         """What every appended K and V has: `[heads, head_dim]`, dtype and device."""
         self._layout: Layout | None = None
-        self._views: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[_Rows, _Rows] | None = None
         self._tables: Tensor | None = None
 
     @property
@@ -65,21 +65,25 @@ class LayerStorage:
         """
         start, stop = step.kept, step.kept + step.num_new
         self._use(step.layout)
-        if self._views is not None:
-            all_keys, all_values = self._views
-            all_keys.narrow(2, start, step.num_new).copy_(keys)
-            all_values.narrow(2, start, step.num_new).copy_(values)
-            return all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop)
+        if self._rows is not None:
+            key_rows, value_rows = self._rows
+            key_rows.view(start, stop).copy_(keys)
+            value_rows.view(start, stop).copy_(values)
+            return key_rows.view(0, stop), value_rows.view(0, stop)
         slots = self._slots(start, stop)
         _scatter(self.keys, slots, keys)
         _scatter(self.values, slots, values)
         return self.read(step.layout, stop)
 
+    def holds(self, layout: Layout) -> bool:
+        """Whether `layout` is the one last used and its rows are views."""
+        return layout is self._layout and self._rows is not None
+
     def read(self, layout: Layout, live: int) -> tuple[Tensor, Tensor]:
         """The live keys and values `[B, Hkv, live, D]` under `layout`: views where rows allow."""
         self._use(layout)
-        if self._views is not None:
-            return self._views[0].narrow(2, 0, live), self._views[1].narrow(2, 0, live)
+        if self._rows is not None:
+            return self._rows[0].view(0, live), self._rows[1].view(0, live)
         return self._gather(self.keys, live), self._gather(self.values, live)
 
     def _slots(self, start: int, stop: int) -> Tensor:
@@ -96,13 +100,14 @@ class LayerStorage:
         if layout is self._layout:
             return
         self._layout = layout
-        self._views, self._tables = None, None
+        self._rows, self._tables = None, None
         if layout.strides is None:
             self._tables = self.tables_of(layout)
         else:
-            self._views = (
-                _row_views(self.keys, layout.strides, len(layout.tables)),
-                _row_views(self.values, layout.strides, len(layout.tables)),
+            rows = len(layout.tables)
+            self._rows = (
+                _Rows(self.keys, layout.strides, rows),
+                _Rows(self.values, layout.strides, rows),
             )
 
     def _gather(self, blocks: Tensor, live: int) -> Tensor:
@@ -114,17 +119,20 @@ class LayerStorage:
         return picked.view(heads, batch, count * size, dim).transpose(0, 1)[:, :, :live]
 
 
-def _row_views(blocks: Tensor, strides: tuple[int, int], rows: int) -> Tensor:
-    """View `[rows, Hkv, slots, D]` of equally spaced, consecutive rows."""
-    first, step = strides
-    heads, num_blocks, size, dim = blocks.shape
-    count = step if rows > 1 else num_blocks - first
-    count = min(count, num_blocks - first - step * (rows - 1))
-    return blocks.as_strided(
-        (rows, heads, count * size, dim),
-        (step * size * dim, num_blocks * size * dim, dim, 1),
-        storage_offset=first * size * dim,
-    )
+class _Rows:
+    """Equally spaced rows of consecutive blocks: their tokens are views, made with one call."""
+
+    def __init__(self, blocks: Tensor, strides: tuple[int, int], rows: int) -> None:
+        first, step = strides
+        self.blocks, self.rows = blocks, rows
+        self.heads, num_blocks, size, self.dim = blocks.shape
+        self.strides = (step * size * self.dim, num_blocks * size * self.dim, self.dim, 1)
+        self.offset = first * size * self.dim
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Tokens `[start, stop)` of every row, `[rows, Hkv, stop - start, D]`."""
+        shape = (self.rows, self.heads, stop - start, self.dim)
+        return self.blocks.as_strided(shape, self.strides, self.offset + start * self.dim)
 
 
 def _scatter(blocks: Tensor, slots: Tensor, tokens: Tensor) -> None:
