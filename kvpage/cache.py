@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpage.centroids import Statistics
-from kvpage.compat import not_compiled
+from kvpage.compat import not_compiled, warn_if_untested
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.core import PagedCore
 from kvpage.layer import PagedLayer
@@ -64,6 +64,7 @@ class PagedCompactCache(PagedCore, Cache):
     ) -> None:
         settings = Settings(budget, interval, block_size, sinks, recent, pin_prompt, trace)
         resolved = resolve_scorer(scorer)
+        warn_if_untested()
         Cache.__init__(self, layers=[])
         self.scorer_name = scorer if isinstance(scorer, str) else _name_of(scorer)
         self._set_up(settings, resolved, model)
@@ -88,6 +89,8 @@ class PagedCompactCache(PagedCore, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """`(live + q, seen - live)` as they will be after a compaction due in this forward."""
+        if layer_idx < len(self.layers) and self.is_sliding[layer_idx]:
+            return self.layers[layer_idx].get_mask_sizes(query_length)
         kept = self._forwards.kept(query_length)
         return kept + query_length, self.ledger.seen - kept
 
@@ -107,14 +110,15 @@ class PagedCompactCache(PagedCore, Cache):
 
         Always recovers, also from a forward that stopped half-way.
         """
-        self.layers.clear()
-        self.ledger.clear()
+        self._stack.clear()
         self._forwards.clear()
-        self._clear()
+        self._start()
 
     def activate_past_recording(self) -> None:
         """Forwards may end in drafts from now on: what `crop` leaves of them is there to stay."""
         self._forwards.records = True
+        for state in self._stack.states:
+            state.activate_past_recording()
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether `activate_past_recording` was called."""
@@ -182,10 +186,12 @@ class PagedCompactCache(PagedCore, Cache):
     def statistics(self, layer_idx: int) -> Statistics:
         """Queries and keys before RoPE seen so far at `layer_idx`, per row and head.
 
-        Raises `IndexError` for a layer that has seen nothing, `ValueError` when the scorer needs
-        no statistics, so that none are collected.
+        Raises `IndexError` for a layer that has seen nothing, `ValueError` when none are collected:
+        the scorer needs no statistics, or the layer is none of full attention.
         """
         layer = self.layers[layer_idx]
+        if layer not in self._stack.ranked:
+            raise ValueError(f"layer_idx: a layer of full attention expected, got {layer_idx}")
         layer.check_statistics()
         assert layer.statistics is not None
         return layer.statistics.read()
@@ -196,8 +202,7 @@ class PagedCompactCache(PagedCore, Cache):
             self._meeting.name,
             self.scorer_name,
             self.settings,
-            self.ledger,
-            self.layers,
+            self._stack,
             self._forwards.positions,
             self._bytes_peak,
             self._forwards.prompt_is_pinned(),
@@ -216,12 +221,7 @@ class PagedCompactCache(PagedCore, Cache):
     def check(self) -> None:
         """Raise `RuntimeError`, with numbers, unless block bookkeeping and tensors agree."""
         self._check_complete()
-        self.ledger.check()
-        total = self.ledger.pool.num_blocks
-        for index, layer in enumerate(self.layers):
-            held = layer.storage.keys.shape[1] if layer.storage else 0
-            if held < total or (held > total and self.ledger.pool.users == 1):
-                raise RuntimeError(f"layer {index} stores {held} blocks, the pool has {total}")
+        self._stack.check()
 
 
 def _name_of(scorer: Callable[..., Tensor]) -> str:

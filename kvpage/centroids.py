@@ -14,18 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpage.architectures import Rope
+from kvpage.rope import Rope, RopeSource
 
 FOLD_TOKENS = 128
 """Vectors of about this many tokens wait, unsummed, so that a decode step costs no arithmetic."""
 
 SCRATCH_ELEMENTS = 1 << 15
 """Elements that are summed at a time: what folding needs beside the vectors stays small."""
-
-
-def band_magnitude(vectors: Tensor, bands: int) -> Tensor:
-    """Magnitude `[..., F]` of each rotated pair of `vectors` `[..., D]` in the half layout."""
-    return torch.hypot(vectors[..., :bands], vectors[..., bands : 2 * bands])
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,17 @@ class RunningMoments:
             torch.zeros(batch, heads, bands, dtype=dtype, device=device),
         )
 
-    def plus(self, vectors: Tensor, real: Tensor | None) -> RunningMoments:
+    def plus(self, vectors: Tensor, real: Tensor | None, rope: Rope) -> RunningMoments:
         """With `vectors` `[B, n, H, D]` added; `real` `[B, n]` bool is False for pads."""
         total, magnitude_total = self.total, self.magnitude_total
-        dtype, bands = total.dtype, magnitude_total.shape[2]
+        dtype = total.dtype
         chunk = max(1, SCRATCH_ELEMENTS // vectors[:, :1].numel())
         for start in range(0, vectors.shape[1], chunk):
             part = vectors[:, start : start + chunk].float()
             if real is not None:
                 part = torch.where(real[:, start : start + chunk, None, None], part, 0.0)
             total = total + part.sum(dim=1, dtype=dtype)
-            magnitude = band_magnitude(part, bands)
-            magnitude_total = magnitude_total + magnitude.sum(dim=1, dtype=dtype)
+            magnitude_total = magnitude_total + rope.magnitude(part).sum(dim=1, dtype=dtype)
         return RunningMoments(total, magnitude_total)
 
     def select_rows(self, rows: Tensor) -> RunningMoments:
@@ -83,7 +77,7 @@ class Statistics:
     @property
     def query_concentration(self) -> Tensor:
         """Mean resultant length `R_f` `[B, H, F]` in [0, 1] of each query head and band."""
-        mean = band_magnitude(self.query_mean, self.rope.bands)
+        mean = self.rope.magnitude(self.query_mean)
         return mean / self.query_magnitude.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -111,7 +105,7 @@ class LayerStatistics:
     The latest tokens wait unsummed: a decode step costs no arithmetic, and `crop` can undo drafts.
     """
 
-    def __init__(self, batch: int, heads: int, kv_heads: int, dim: int, rope: Rope) -> None:
+    def __init__(self, batch: int, heads: int, kv_heads: int, dim: int, rope: RopeSource) -> None:
         self.heads, self.kv_heads, self.dim, self.rope = heads, kv_heads, dim, rope
         self.batch = batch
         self._queries: RunningMoments | None = None
@@ -157,7 +151,7 @@ class LayerStatistics:
             (self._keys.total / count).float(),
             (self._keys.magnitude_total / count).float(),
             self._count,
-            self.rope,
+            self.rope(),
         )
 
     def fork(self) -> LayerStatistics:
@@ -198,14 +192,17 @@ class LayerStatistics:
         keys = _joined([vectors.keys for vectors in run])
         flags = [vectors.real for vectors in run if vectors.real is not None]
         real = _joined(flags).to(queries.device) if flags else None
+        rope = self.rope()
         batch, tokens, device = queries.shape[0], queries.shape[1], queries.device
         if self._queries is None or self._keys is None or self._count is None:
-            shape = (self.dim, self.rope.bands, device)
+            shape = (self.dim, rope.bands, device)
             self._queries = RunningMoments.zero(self.batch, self.heads, *shape)
             self._keys = RunningMoments.zero(self.batch, self.kv_heads, *shape)
             self._count = torch.zeros(self.batch, dtype=torch.int64, device=device)
-        self._queries = self._queries.plus(queries.view(batch, tokens, self.heads, self.dim), real)
-        self._keys = self._keys.plus(keys.view(batch, tokens, self.kv_heads, self.dim), real)
+        self._queries = self._queries.plus(
+            queries.view(batch, tokens, self.heads, self.dim), real, rope
+        )
+        self._keys = self._keys.plus(keys.view(batch, tokens, self.kv_heads, self.dim), real, rope)
         self._count = self._count + (tokens if real is None else real.sum(dim=1))
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import transformers
+from transformers import DynamicCache, cache_utils
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
-CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
+"""Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24; `layer_past` in
+the attention of GPT-NeoX."""
 
 
 def cache_argument(arguments: Mapping[str, Any]) -> Any:
@@ -43,3 +48,57 @@ def tokens_to_remove(argument: int, seen: int) -> int:
 def not_compiled(function: F) -> F:
     """Keep `torch.compile` out of `function`: a compiled model breaks its graph there."""
     return torch.compiler.disable(function)
+
+
+TESTED = (5, 24)
+"""The newest transformers release the tests have run with."""
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warn, once, when transformers is newer than what kvpage was tested with."""
+    if RELEASE > TESTED:
+        warnings.warn(
+            f"kvpage was tested with transformers up to {'.'.join(map(str, TESTED))}, this is "
+            f"{transformers.__version__}",
+            stacklevel=3,
+        )
+
+
+StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+"""transformers' layer for states of fixed size (linear attention, Mamba, convolutions); `None` in
+releases before it."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """An attention layer; `tokens` `None`: it looks at all tokens."""
+
+    tokens: int | None
+
+
+def native_layers(config: Any) -> list[Any]:
+    """How transformers itself caches each layer of `config`: a `Window`, or a new `StateLayer`.
+
+    Raises `ValueError` naming a layer of any other kind.
+    """
+    plain = {"full_attention", "sliding_attention"}
+    kinds = list(getattr(config, "layer_types", None) or ())
+    other = sorted(set(kinds) - plain)
+    if "chunked_attention" in other or (other and StateLayer is None):
+        raise ValueError(f"model: {config.model_type!r} has layers {other}, not supported here")
+    layers = DynamicCache(config=config).layers
+    return [_native_layer(config, layer) for layer in layers]
+
+
+def _native_layer(config: Any, layer: Any) -> Any:
+    if type(layer) is cache_utils.DynamicLayer:
+        return Window(None)
+    if type(layer) is cache_utils.DynamicSlidingWindowLayer:
+        return Window(layer.sliding_window)
+    if StateLayer is not None and type(layer) is StateLayer:
+        return layer
+    raise ValueError(
+        f"model: {config.model_type!r} has a layer that transformers caches in a "
+        f"{type(layer).__name__}, not supported here; use transformers' DynamicCache for it"
+    )

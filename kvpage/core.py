@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kvpage.centroids import Vectors
+from kvpage.contract import HookedCache, ModelKey
 from kvpage.forwards import Forward, Forwards
-from kvpage.hooks import Call, HookedCache, ModelKey, take_call
+from kvpage.hooks import Call, take_call
 from kvpage.layer import PagedLayer
-from kvpage.ledger import Ledger
+from kvpage.ledger import Ledger, Step
 from kvpage.meeting import Meeting
+from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.settings import Settings
+from kvpage.stack import LayerStack
 
 
 @dataclass
@@ -33,33 +36,48 @@ class TracedCompaction:
         return TracedCompaction(self.seen_tokens, [kept[rows] for kept in self.positions])
 
 
+ROPE_CHECK_TOKENS = 8
+
 C = TypeVar("C", bound="PagedCore")
 
 
 class PagedCore(HookedCache):
     """The working parts of a `PagedCompactCache`, which adds what transformers and users call."""
 
-    layers: list[PagedLayer]
+    layers: list[Any]
+    """Of every decoder layer: a `PagedLayer`, or a state of transformers' own."""
 
     def _set_up(self, settings: Settings, scorer: Scorer, model: nn.Module | None) -> None:
         self.settings, self.scorer = settings, scorer
-        self.ledger = Ledger(settings.budget, settings.interval, settings.block_size)
-        self._forwards = Forwards(settings, self.ledger)
+        self._stack = LayerStack(settings, self.layers)
+        self._forwards = Forwards(settings, self._stack)
         self._meeting = Meeting(self, model)
-        self._clear()
         self._free_when_dead()
+        self._start()
 
-    def _clear(self) -> None:
+    def _start(self) -> None:
+        self._make_layers()
         self.trace: list[TracedCompaction] | None = [] if self.settings.trace else None
         self._bytes_peak = 0
 
+    def _make_layers(self) -> None:
+        key = self._meeting.key
+        if key is not None and not self.layers:
+            self._stack.make(key.native_layers())
+
     def _free_when_dead(self) -> None:
-        weakref.finalize(self, self.ledger.clear).atexit = False
+        weakref.finalize(self, self._stack.release).atexit = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """Lengths and block tables of the layers of full attention."""
+        return self._stack.ledger
 
     # What the hooks call.
 
     def meet(self, key: ModelKey) -> None:
         self._meeting.meet(key, len(self.layers))
+        self._make_layers()
 
     def check_trainable(self) -> None:
         if self.ledger.seen > 0:
@@ -68,30 +86,37 @@ class PagedCore(HookedCache):
                 "without it, use torch.no_grad(), or put the model in eval mode"
             )
 
-    def expect_drafts(self, drafts: int) -> None:
-        self._forwards.drafts = drafts
+    def expect(self, drafts: int | None, mask: Tensor | None) -> None:
+        if drafts is not None:
+            self._forwards.drafts = drafts
+        self._forwards.outer_mask = mask
 
     def announce(
-        self, num_new: int, mask: Tensor | None, position_ids: Tensor | None
+        self,
+        num_new: int,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        visible: Tensor | None = None,
     ) -> Tensor | None:
         self._check_complete()
         self._commit()
-        used = self._forwards.announce(num_new, mask, position_ids)
+        used = self._forwards.announce(num_new, mask, position_ids, visible)
         self._check_statistics(num_new)
         return used
 
     def is_announced(self) -> bool:
         return self._forwards.announced is not None
 
-    def see_positions(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
-        if position_ids is not None:
-            self._meeting.check_rope(cos, sin, position_ids)
-            self._forwards.see_positions(position_ids)
+    def see_positions(self, position_ids: Tensor) -> None:
+        self._forwards.see_positions(position_ids)
 
     def needs_private_mask(self, layer_idx: int) -> bool:
-        return self._forwards.has_mid(layer_idx)
+        return self._forwards.has_mid() and not self.layers[layer_idx].is_sliding
 
-    def private_mask(self, mask: Tensor | None, heads: int, hidden: Tensor) -> Tensor:
+    def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
+        key, storage = self._meeting.key, self.layers[layer_idx].storage
+        assert key is not None
+        heads = storage.keys.shape[0] * key.groups[layer_idx]
         batch, new = hidden.shape[:2]
         length = self._forwards.appends_to() + new
         if mask is None:
@@ -112,31 +137,29 @@ class PagedCore(HookedCache):
         layer = self._layer(layer_idx)
         _check_states(key_states, value_states)
         layer.check_states(key_states, value_states)
+        if call is not None and self.scorer.needs_statistics and not layer.is_sliding:
+            self._check_call(layer, layer_idx, call, key_states)
         forward = self._forwards.current
-        if forward is None or layer.step_index == forward.step.index:
+        if forward is None or layer.step_index == _step(forward, layer).index:
             forward = self._begin(key_states.shape[0], key_states.shape[2])
         self._forwards.check_states(forward, key_states)
         if layer_idx == len(self.layers):
-            self.layers.append(layer)
+            self._stack.add(layer)
+        step = _step(forward, layer)
         forward.started += 1
-        everything = layer.apply(forward.step, forward.due, self.scorer, key_states, value_states)
-        self._observe(layer, forward, call)
-        if forward.due is not None:
-            self._note(layer)
-        if forward.step.fresh:
-            self._bytes_peak = max(self._bytes_peak, self._bytes_reserved())
+        visible = layer.apply(step, forward.due, self.scorer, key_states, value_states)
+        if not layer.is_sliding:
+            self._observe(layer, layer_idx, forward, call)
+        if step.fresh:
+            self._bytes_peak = max(self._bytes_peak, self._stack.bytes_reserved)
         forward.applied += 1
-        return everything
+        return visible
 
     def _layer(self, layer_idx: int) -> PagedLayer:
-        if 0 <= layer_idx < len(self.layers):
-            return self.layers[layer_idx]
-        limit = len(self.layers) + 1 if self.ledger.steps <= 1 else len(self.layers)
-        if self._meeting.key is not None:
-            limit = min(limit, self._meeting.key.num_layers)
-        if not 0 <= layer_idx < limit:
-            raise ValueError(f"layer_idx: within [0, {limit}) expected, got {layer_idx}")
-        return PagedLayer(self.ledger)
+        limit = len(self.layers)
+        if self._meeting.key is None and self.ledger.steps <= 1:
+            limit += 1
+        return self._stack.layer(layer_idx, limit)
 
     def _begin(self, batch: int, num_new: int) -> Forward:
         self._check_complete()
@@ -146,20 +169,49 @@ class PagedCore(HookedCache):
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
 
-    def _observe(self, layer: PagedLayer, forward: Forward, call: Call | None) -> None:
-        """Take what the hooks captured of an attention call; hide what its drafts must not see."""
-        statistics, vectors = None, None
+    def _check_call(
+        self, layer: PagedLayer, layer_idx: int, call: Call, key_states: Tensor
+    ) -> None:
+        """Raise unless the hooks saw queries and keys, and the keys turn to what is to be cached.
+
+        The latter once per layer, at the first forward whose positions tell.
+        """
+        if call.queries is None or call.keys is None:
+            raise RuntimeError("queries or keys of this layer did not pass kvpage's hooks")
+        if layer.rope_checked:
+            return
+        last = min(key_states.shape[2], ROPE_CHECK_TOKENS)
+        positions = self._forwards.latest_positions(key_states.shape[2], last)
+        if positions is None or int(positions.max()) <= 0:
+            return
+        batch, kv_heads, new, _ = key_states.shape
+        before = call.keys.reshape(batch, new, kv_heads, -1).transpose(1, 2)
+        rope = self._rope(layer_idx)()
+        rope.check(before[:, :, -last:], key_states[:, :, -last:], positions)
+        layer.rope_checked = True
+
+    def _rope(self, layer_idx: int) -> RopeSource:
+        assert self._meeting.key is not None
+        rope = self._meeting.key.ropes[layer_idx]
+        assert rope is not None
+        return rope
+
+    def _observe(
+        self, layer: PagedLayer, layer_idx: int, forward: Forward, call: Call | None
+    ) -> None:
+        """Note what a layer's compaction left; hide what drafts must not see; collect statistics
+        of the queries and keys that the hooks captured."""
+        if forward.due is not None:
+            self._note(layer)
+        vectors = None
         if call is not None and self.scorer.needs_statistics:
-            if call.queries is None or call.keys is None:
-                raise RuntimeError("queries or keys of this layer did not pass kvpage's hooks")
-            assert self._meeting.key is not None
+            assert call.queries is not None and call.keys is not None
             vectors = Vectors(_leaf(call.queries), _leaf(call.keys), forward.real)
-            statistics = layer.collector(vectors, self._meeting.key.rope)
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
             layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)
-        if statistics is not None and vectors is not None:
-            statistics.add(vectors)
+        if vectors is not None:
+            layer.collector(vectors, self._rope(layer_idx)).add(vectors)
 
     def _commit(self) -> None:
         """Carry out the compaction that became due at a draft which is there to stay."""
@@ -169,8 +221,9 @@ class PagedCore(HookedCache):
             return
         if self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen + (forward.step.mid or 0)))
-        forward.applied = 0
-        for layer in self.layers:
+        ranked = self._stack.ranked
+        forward.applied -= len(ranked)
+        for layer in ranked:
             layer.commit(step)
             self._note(layer)
             forward.applied += 1
@@ -182,42 +235,37 @@ class PagedCore(HookedCache):
 
     def _check_complete(self) -> None:
         key = self._meeting.key
-        self._forwards.check_complete(len(self.layers) if key is None else key.num_layers)
+        expected = len(self.layers) if key is None else key.num_attention_layers
+        self._forwards.check_complete(expected)
 
     def _check_statistics(self, num_new: int) -> None:
         if self.scorer.needs_statistics and self._forwards.will_compact(num_new):
-            for layer in self.layers:
+            for layer in self._stack.ranked:
                 layer.check_statistics()
-
-    def _bytes_reserved(self) -> int:
-        return sum(layer.bytes_reserved for layer in self.layers)
 
     # Rows and copies.
 
     def _crop(self, count: int) -> None:
-        most = self.ledger.live - self.ledger.floor
+        most = self._stack.croppable()
         if count > most:
             raise ValueError(
                 f"tokens_to_remove: at most {most} can be removed, those appended since the last "
-                f"compaction, got {count}"
+                f"compaction (none where states can't be rolled back), got {count}"
             )
         if count:
             self._forwards.positions.crop(count)
-            self.ledger.crop(count)
-            for layer in self.layers:
-                if layer.statistics is not None:
-                    layer.statistics.crop(count)
+        self._stack.crop(count)
         self._commit()
 
     def _fork(self: C) -> C:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.ledger = self.ledger.fork()
-        twin.layers = [layer.fork(twin.ledger) for layer in self.layers]
-        twin._forwards = self._forwards.fork(twin.ledger)
+        twin._stack = self._stack.fork()
+        twin._free_when_dead()
+        twin.layers = twin._stack.all
+        twin._forwards = self._forwards.fork(twin._stack)
         twin._meeting = self._meeting.fork(twin)
         twin.trace = None if self.trace is None else list(self.trace)
-        twin._free_when_dead()
         return twin
 
     def _select_rows(self, name: str, rows: Tensor, same_number: bool = False) -> None:
@@ -239,12 +287,16 @@ class PagedCore(HookedCache):
             return
         self._commit()
         index = torch.tensor(chosen)
-        self.ledger.select_rows(chosen)
+        self._stack.select_rows(chosen, index)
         self._forwards.positions.select_rows(index)
-        for layer in self.layers:
-            layer.select_rows(index)
         if self.trace is not None:
             self.trace = [event.select_rows(index) for event in self.trace]
+
+
+def _step(forward: Forward, layer: PagedLayer) -> Step:
+    step = forward.sliding if layer.is_sliding else forward.step
+    assert step is not None
+    return step
 
 
 def _leaf(tensor: Tensor) -> Tensor:

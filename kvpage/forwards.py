@@ -13,9 +13,11 @@ from torch import Tensor
 
 from kvpage.compaction import Protection
 from kvpage.layer import DueCompaction
-from kvpage.ledger import Ledger, Step
+from kvpage.ledger import Step
+from kvpage.pins import Pins
 from kvpage.positions import TokenPositions
 from kvpage.settings import Settings
+from kvpage.stack import LayerStack
 
 
 @dataclass
@@ -51,6 +53,10 @@ class Forward:
     mid_due: DueCompaction | None
     """The compaction that is due at a draft, `step.mid`: proposed now, done by `commit`."""
     real: Tensor | None
+    position_ids: Tensor | None
+    """int64 `[1 or B, q]` as the model passed them, if it did."""
+    sliding: Step | None = None
+    """The step of the sliding-window layers."""
     started: int = 0
     applied: int = 0
 
@@ -58,8 +64,8 @@ class Forward:
 class Forwards:
     """The forwards of one cache: turns announcements and lengths into steps."""
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
-        self.settings, self.ledger = settings, ledger
+    def __init__(self, settings: Settings, stack: LayerStack) -> None:
+        self.settings, self.stack, self.ledger = settings, stack, stack.ledger
         self.clear()
 
     def clear(self) -> None:
@@ -68,27 +74,34 @@ class Forwards:
         self.current: Forward | None = None
         self.drafts: int | None = None
         """Drafts of the forward about to be announced, when the outer model said so."""
+        self.outer_mask: Tensor | None = None
+        """2-D attention mask that a model around the decoder was given for it."""
         self.records = False
         """Whether `activate_past_recording` was called: some forwards end in drafts."""
-        self._pinned: list[tuple[int, int]] = []
+        self.pins = Pins(self.settings)
         self._mask_is_opaque = False
 
-    def fork(self, ledger: Ledger) -> Forwards:
-        """Forwards of their own that continue from here, on a forked `ledger`."""
+    def fork(self, stack: LayerStack) -> Forwards:
+        """Forwards of their own that continue from here, on a forked `stack`."""
         twin = copy.copy(self)
-        twin.ledger = ledger
+        twin.stack, twin.ledger = stack, stack.ledger
         twin.positions = self.positions.fork()
         twin.current = copy.copy(self.current)
-        twin._pinned = list(self._pinned)
+        twin.pins = self.pins.fork()
         return twin
 
     def announce(
-        self, num_new: int, mask: Tensor | None, position_ids: Tensor | None
+        self,
+        num_new: int,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        visible: Tensor | None,
     ) -> Tensor | None:
         """A forward of `num_new` tokens under the model's attention mask begins.
 
-        Returns the 2-D mask the model is to use: with a column for each seen token, as given, but
-        with the pads among the live tokens where they are now.
+        visible: bool `[B, live + q]`, what the last query may look at, where transformers has made
+        the mask 4-D before the decoder was called. Returns the mask the model is to use: as given,
+        but a 2-D one with the pads among the live tokens where they are now.
         """
         if num_new == 0:
             raise ValueError(
@@ -97,6 +110,7 @@ class Forwards:
                 "text"
             )
         drafts, self.drafts = self.drafts, None
+        outer_mask, self.outer_mask = self.outer_mask, None
         if drafts is None and self.records and num_new > 1:
             raise ValueError(
                 "cache: which of these tokens are drafts is not known, since kvpage has not met "
@@ -104,21 +118,25 @@ class Forwards:
             )
         drafts = min(drafts or 0, num_new - 1)
         self._check_not_fed_again(num_new - drafts, position_ids)
+        told = mask if mask is None or mask.ndim == 2 else outer_mask
         real = None
-        if mask is not None and mask.ndim == 4:
-            self._check_mask_4d(num_new, drafts, mask)
-            self._mask_is_opaque = True
+        if told is not None:
+            real = self._check_mask_2d(num_new, told)
         elif mask is not None:
-            columns = self.ledger.seen + num_new
-            if mask.ndim != 2 or mask.shape[1] != columns:
-                raise ValueError(
-                    f"attention_mask: [batch, seen + new tokens = {columns}] expected, got "
-                    f"{list(mask.shape)}"
-                )
-            real = mask[:, -num_new:].bool()
+            self._check_mask_4d(num_new, drafts, mask)
+            if visible is None:
+                self._mask_is_opaque = True
+            else:
+                kept = self.ledger.kept(num_new - drafts)
+                self._check_same(visible[:, :kept], self.positions.real_after(kept))
+                real = visible[:, -num_new:]
         self.check_due(num_new, drafts)
+        used = None if told is None else self._live_mask(told, num_new, drafts)
+        if used is not told and (told is not mask or self.stack.sliding is not None):
+            self._check_same(told, used)
+            used = told
         self.announced = Announcement(num_new, drafts, real)
-        return mask if mask is None or real is None else self._live_mask(mask, num_new, drafts)
+        return used if told is mask else mask
 
     def see_positions(self, position_ids: Tensor) -> None:
         """Take `position_ids` `[1 or B, q]` of the announced forward."""
@@ -140,6 +158,8 @@ class Forwards:
         was_open, seen = self.ledger.prompt_open, self.ledger.seen
         sure = num_new - drafts
         step = self.ledger.begin(batch, num_new, drafts)
+        slides = self.stack.sliding
+        sliding = None if slides is None else slides.begin(batch, num_new)
         if due is not None:
             self.positions.compacted(step.kept)
         extends = was_open and (sure > 1 or seen == 0)
@@ -151,8 +171,22 @@ class Forwards:
                 self.positions.append(seen + start, step.kept + start, stop - start, part)
             if extends and drafts and start == 0:
                 self.positions.close_prompt()
-        self.current = Forward(step, due, self._mid_due(announced, step, batch), announced.real)
+        mid_due = self._mid_due(announced, step, batch)
+        position_ids = announced.position_ids
+        self.current = Forward(step, due, mid_due, announced.real, position_ids, sliding)
         return self.current
+
+    def latest_positions(self, num_new: int, last: int) -> Tensor | None:
+        """int64 `[1 or B, last]`: positions of the last of the running forward's `num_new` tokens,
+        whether or not it has begun; `None` where they are not known."""
+        announced = self.announced
+        running = announced if announced is not None else self.current
+        if running is not None and running.position_ids is not None:
+            return running.position_ids[:, -last:]
+        if self.positions.pads is not None or (running is not None and running.real is not None):
+            return None
+        stop = self.ledger.seen + (num_new if announced is not None else 0)
+        return torch.arange(stop - last, stop)[None]
 
     def commit(self) -> Step | None:
         """Take the drafts of the last forward that were not cropped as there to stay."""
@@ -190,17 +224,11 @@ class Forwards:
 
     def check_due(self, num_new: int, drafts: int) -> None:
         """Raise unless the prompt can be pinned as asked, and what is due can be evicted."""
-        settings, ledger = self.settings, self.ledger
-        if settings.budget is None:
+        settings, ledger, sure = self.settings, self.ledger, num_new - drafts
+        if ledger.budget is None:
             return
-        prompt = ledger.prompt_tokens + num_new - drafts
-        if settings.pin_prompt is True and ledger.extends_prompt(num_new - drafts):
-            room = settings.budget - settings.recent - self._pinned_tokens()
-            if prompt > room:
-                raise ValueError(
-                    f"pin_prompt: a prompt of at most budget - recent - pinned = {room} tokens "
-                    f"expected, got {prompt}; nothing of this forward was cached"
-                )
+        if settings.pin_prompt is True and ledger.extends_prompt(sure):
+            self.pins.check_prompt(ledger.prompt_tokens + sure)
         if self.is_due(num_new, drafts) and self._mask_is_opaque:
             raise ValueError(
                 "attention_mask: a 4-D mask does not say which tokens are pads, so none can be "
@@ -218,7 +246,7 @@ class Forwards:
         return self.ledger.kept(num_new - self._drafts_of(num_new))
 
     def will_compact(self, num_new: int) -> bool:
-        """Whether the announced forward, or one of `num_new` tokens, compacts."""
+        """Whether that forward compacts."""
         return self.is_due(num_new, self._drafts_of(num_new))
 
     def appends_to(self) -> int:
@@ -228,44 +256,30 @@ class Forwards:
         assert self.current is not None
         return self.current.step.kept
 
-    def has_mid(self, layer_idx: int) -> bool:
-        """Whether the running forward has a compaction due at one of its drafts."""
-        if layer_idx > 0:
-            return self.current is not None and self.current.step.mid is not None
-        if self.announced is None:
-            return False
-        return self.ledger.mid(self.announced.num_new, self.announced.drafts) is not None
+    def has_mid(self) -> bool:
+        """Whether the running forward, begun or not, has a compaction due at one of its drafts."""
+        if self.announced is not None:
+            return self.ledger.mid(self.announced.num_new, self.announced.drafts) is not None
+        return self.current is not None and self.current.step.mid is not None
 
     def pin(self, start: int, stop: int) -> None:
         """Protect token positions `[start, stop)` of every row."""
-        for name, value in (("start", start), ("stop", stop)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: an integer token position expected, got {value!r}")
-        if not 0 <= start < stop:
-            raise ValueError(f"start, stop: 0 <= start < stop expected, got {start}, {stop}")
-        settings, wanted = self.settings, self._pinned_tokens() + stop - start
-        if settings.budget is not None:
-            room = settings.room
-            if settings.pin_prompt is True:
-                front = max(settings.sinks, self.ledger.prompt_tokens)
-                room = min(room, settings.budget - settings.recent - front)
-            if wanted > room:
-                raise ValueError(
-                    f"stop: at most {room} pinned tokens fit the budget of {settings.budget} "
-                    f"beside what else is protected, got {wanted}"
-                )
-        self._pinned.append((start, stop))
+        self.pins.add(start, stop, self.ledger.prompt_tokens)
 
     def prompt_is_pinned(self) -> bool:
         """Whether the prompt of every row is protected. Reads the device in padded batches."""
         if self.settings.budget is None or self.ledger.seen == 0:
             return False
-        prompt = self.positions.prompt_length(self.ledger.prompt_tokens)
-        return bool(torch.as_tensor(self._front() >= prompt).all())
+        prompt = self._prompt_length()
+        return bool(
+            torch.as_tensor(self.pins.front(prompt, self.ledger.prompt_open) >= prompt).all()
+        )
 
     def _drafts_of(self, num_new: int) -> int:
         announced = self.announced
-        return 0 if announced is None or announced.num_new != num_new else announced.drafts
+        if announced is None:
+            return min(self.drafts or 0, num_new - 1)
+        return announced.drafts if announced.num_new == num_new else 0
 
     def _due(self, announced: Announcement, batch: int) -> DueCompaction | None:
         ledger = self.ledger
@@ -288,25 +302,10 @@ class Forwards:
         return DueCompaction(appended, position.expand(batch), self._protection())
 
     def _protection(self) -> Protection:
-        return Protection(self._front(), self.settings.recent, tuple(self._pinned))
+        return self.pins.protection(self._prompt_length(), self.ledger.prompt_open)
 
-    def _front(self) -> int | Tensor:
-        """Tokens protected at the front of each row: the sinks, or the pinned prompt."""
-        settings, sinks = self.settings, self.settings.sinks
-        auto = settings.pin_prompt == "auto"
-        prompt = self.positions.prompt_length(self.ledger.prompt_tokens)
-        if settings.pin_prompt is False or (auto and self.ledger.prompt_open):
-            return sinks
-        longest = torch.iinfo(torch.int64).max
-        if auto:
-            assert settings.budget is not None
-            longest = min(settings.budget // 2, settings.room + sinks - self._pinned_tokens())
-        if isinstance(prompt, Tensor):
-            return torch.where(prompt <= longest, prompt.clamp_min(sinks), sinks)
-        return max(prompt, sinks) if prompt <= longest else sinks
-
-    def _pinned_tokens(self) -> int:
-        return sum(stop - start for start, stop in self._pinned)
+    def _prompt_length(self) -> int | Tensor:
+        return self.positions.prompt_length(self.ledger.prompt_tokens)
 
     def _live_mask(self, mask: Tensor, num_new: int, drafts: int) -> Tensor:
         """`mask` `[B, seen + q]` with the columns transformers will read telling where pads live.
@@ -334,6 +333,25 @@ class Forwards:
                 f"input_ids: {sure} tokens were passed behind {self.ledger.seen} seen ones, at "
                 "positions from 0 on: assisted decoding feeds all of input_ids again; pass the new "
                 "ids alone, with the attention_mask of the whole text"
+            )
+
+    def _check_mask_2d(self, num_new: int, mask: Tensor) -> Tensor:
+        """Which of the new tokens are no pads, bool `[B, q]`; `ValueError` for another mask."""
+        columns = self.ledger.seen + num_new
+        if mask.ndim != 2 or mask.shape[1] != columns:
+            raise ValueError(
+                f"attention_mask: [batch, seen + new tokens = {columns}] expected, got "
+                f"{list(mask.shape)}"
+            )
+        return mask[:, -num_new:].bool()
+
+    def _check_same(self, told: Tensor | None, used: Tensor | None) -> None:
+        """Raise where the mask can't be handed to the model as it would have to be."""
+        if told is not None and used is not None and not torch.equal(told, used):
+            raise ValueError(
+                "attention_mask: pads on the left of each row expected once tokens were evicted "
+                "in a model with sliding-window layers, or whose 4-D masks are made outside the "
+                "decoder; got pads between or behind real tokens"
             )
 
     def _check_mask_4d(self, num_new: int, drafts: int, mask: Tensor) -> None:

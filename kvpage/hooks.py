@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,57 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from kvpage.architectures import AttentionSite, Decoder, Rope, decoder_of, describe
+from kvpage.architectures import AttentionSite, Decoder, Split, decoder_of, describe
 from kvpage.compat import cache_argument, not_compiled
-
-
-class ModelKey:
-    """Identity of a hooked model, with what a cache needs of it; holds no module."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.name = type(decoder.module).__name__
-        self.num_layers = decoder.num_layers
-        self.rope: Rope = decoder.rope
-
-
-class HookedCache(ABC):
-    """What the hooks call on a cache."""
-
-    @abstractmethod
-    def meet(self, key: ModelKey) -> None:
-        """A model uses this cache; raises `ValueError` when it belongs to another."""
-
-    @abstractmethod
-    def check_trainable(self) -> None:
-        """A forward in training mode with gradients starts; raises where they would be wrong."""
-
-    @abstractmethod
-    def expect_drafts(self, drafts: int) -> None:
-        """The outer model says that the last `drafts` tokens of the coming forward are drafts."""
-
-    @abstractmethod
-    def announce(
-        self, num_new: int, mask: Tensor | None, position_ids: Tensor | None
-    ) -> Tensor | None:
-        """A forward of `num_new` tokens starts, under this 2-D mask; returns the mask to use."""
-
-    @abstractmethod
-    def is_announced(self) -> bool:
-        """Whether the running forward was announced and its first layer is still to come."""
-
-    @abstractmethod
-    def needs_private_mask(self, layer_idx: int) -> bool:
-        """Whether one mask for all heads can't say what this layer's queries see."""
-
-    @abstractmethod
-    def private_mask(self, mask: Tensor | None, heads: int, hidden: Tensor) -> Tensor:
-        """An additive mask `[B, heads, q, L]` that starts as `mask` does, for `hidden`
-        `[B, q, ...]`."""
-
-    @abstractmethod
-    def see_positions(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
-        """The rotary embedding of the running forward, and its positions `[1 or B, q]`."""
+from kvpage.contract import HookedCache, ModelKey
 
 
 @dataclass
@@ -113,17 +66,25 @@ class InertHook:
 
 
 class OuterHook(_Hook):
-    """Forward pre-hook of the model around the decoder: how many tokens come as drafts.
+    """Forward pre-hook of the models around the decoder: how many tokens come as drafts.
 
-    Assisted decoding asks for the logits of the drafts and of the token before them.
+    Assisted decoding asks for the logits of the drafts and of the token before them. Also the 2-D
+    attention mask, of which models around the decoder may make 4-D ones before it is called.
     """
+
+    def __init__(self, key: ModelKey, model: nn.Module) -> None:
+        self.key = key
+        self.knows_drafts = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = cache_argument(kwargs)
         if isinstance(cache, HookedCache):
-            wanted = kwargs.get("logits_to_keep", 0)
-            cache.expect_drafts(wanted - 1 if isinstance(wanted, int) and wanted > 0 else 0)
+            cache.meet(self.key)
+            wanted, mask = kwargs.get("logits_to_keep"), kwargs.get("attention_mask")
+            drafts = wanted - 1 if isinstance(wanted, int) and wanted > 0 else 0
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            cache.expect(drafts if self.knows_drafts else None, mask)
 
 
 class DecoderHook(_Hook):
@@ -148,8 +109,13 @@ class DecoderHook(_Hook):
             inputs = arguments.get("inputs_embeds")
         if inputs is None:
             return None
-        mask = _mask_of(arguments.get("attention_mask"))
-        used = cache.announce(inputs.shape[1], mask, arguments.get("position_ids"))
+        given = arguments.get("attention_mask")
+        mask = _mask_of(given)
+        visible = _padding_of(given) if isinstance(given, Mapping) else None
+        if visible is not None:
+            visible = visible.expand(inputs.shape[0], -1)
+        position_ids = arguments.get("position_ids")
+        used = cache.announce(inputs.shape[1], mask, position_ids, visible)
         return None if used is mask else ((), arguments | {"attention_mask": used})
 
 
@@ -158,6 +124,7 @@ class AttentionHook(_Hook):
 
     def __init__(self, key: ModelKey, layer_idx: int) -> None:
         self.key, self.layer_idx = key, layer_idx
+        self.is_first = layer_idx == min(key.ropes)
 
     @not_compiled
     def __call__(
@@ -167,14 +134,14 @@ class AttentionHook(_Hook):
         if not isinstance(cache, HookedCache):
             _current.call = None
             return None
-        if self.layer_idx == 0:
+        if self.is_first:
             self._begin(cache, args, kwargs)
         _current.call = call = Call(weakref.ref(cache), self.layer_idx)
         if not cache.needs_private_mask(self.layer_idx):
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        heads = int(module.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-        call.mask = cache.private_mask(_mask_of(kwargs.get("attention_mask")), heads, hidden)
+        mask = _mask_of(kwargs.get("attention_mask"))
+        call.mask = cache.private_mask(self.layer_idx, mask, hidden)
         return args, kwargs | {"attention_mask": call.mask}
 
     def _begin(self, cache: HookedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,26 +149,43 @@ class AttentionHook(_Hook):
         if not cache.is_announced():  # a bare decoder's first call, hooked while it was running
             hidden = args[0] if args else kwargs["hidden_states"]
             cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")), None)
-        embeddings = kwargs.get("position_embeddings")
-        if embeddings is not None:
-            cos, sin = embeddings
-            cache.see_positions(cos, sin, kwargs.get("position_ids"))
+        position_ids = kwargs.get("position_ids")
+        if position_ids is not None:
+            cache.see_positions(position_ids)
 
 
 class QueryHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE query."""
 
+    def __init__(self, heads_first: bool) -> None:
+        self.heads_first = heads_first
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
-            _current.call.queries = output
+            _current.call.queries = output.transpose(1, 2) if self.heads_first else output
+
+
+class FusedHook(_Hook):
+    """Forward hook of a module that yields query and key in one: `split` takes them apart."""
+
+    def __init__(self, split: Split, attention: nn.Module) -> None:
+        self.split, self.attention = split, weakref.ref(attention)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        attention = self.attention()
+        if _current.call is not None and attention is not None:
+            _current.call.queries, _current.call.keys = self.split(output, attention)
 
 
 class KeyHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE key."""
 
+    def __init__(self, heads_first: bool) -> None:
+        self.heads_first = heads_first
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
-            _current.call.keys = output
+            _current.call.keys = output.transpose(1, 2) if self.heads_first else output
 
 
 def _mask_of(mask: object) -> Tensor | None:
@@ -270,11 +254,21 @@ def _attachment_of(model: nn.Module) -> Attachment:
             attachment = _attachments[decoder] = Attachment(ModelKey(describe(model)))
         if not attachment.handles:
             attachment.handles = list(_install(describe(model), attachment.key))
-        if model is not decoder and model not in attachment.outer:
-            attachment.outer.add(model)
-            handle = model.register_forward_pre_hook(OuterHook(), with_kwargs=True)
-            attachment.handles.append(handle)
+        for outer in _models_around(decoder, model):
+            if outer not in attachment.outer:
+                attachment.outer.add(outer)
+                hook = OuterHook(attachment.key, outer)
+                handle = outer.register_forward_pre_hook(hook, with_kwargs=True)
+                attachment.handles.append(handle)
         return attachment
+
+
+def _models_around(decoder: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
+    """`model` and the models within it that hold `decoder`."""
+    for module in model.modules():
+        around = isinstance(module, PreTrainedModel) and module is not decoder
+        if around and any(inner is decoder for inner in module.modules()):
+            yield module
 
 
 def _install(decoder: Decoder, key: ModelKey) -> Iterator[RemovableHandle]:
@@ -288,8 +282,14 @@ def _install(decoder: Decoder, key: ModelKey) -> Iterator[RemovableHandle]:
 def _install_site(site: AttentionSite, key: ModelKey) -> Iterator[RemovableHandle]:
     hook = AttentionHook(key, site.layer_idx)
     yield site.attention.register_forward_pre_hook(hook, with_kwargs=True)
-    yield site.query.register_forward_hook(QueryHook())
-    yield site.key.register_forward_hook(KeyHook())
+    if site.query is None:
+        return
+    if site.split is not None:
+        yield site.query.register_forward_hook(FusedHook(site.split, site.attention))
+        return
+    assert site.key is not None
+    yield site.query.register_forward_hook(QueryHook(site.heads_first))
+    yield site.key.register_forward_hook(KeyHook(site.heads_first))
 
 
 def attach(model: nn.Module) -> None:

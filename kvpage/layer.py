@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpage.architectures import Rope
 from kvpage.blocks import Layout
 from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import Protection, apply_plan, plan, select
 from kvpage.ledger import Ledger, Step
+from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.storage import LayerStorage
 
@@ -57,7 +57,7 @@ class DueCompaction:
 
 
 class PagedLayer(CacheLayerMixin):
-    """A layer of a `PagedCompactCache`; lengths live in the ledger that all layers share."""
+    """A layer of a `PagedCompactCache`; lengths live in the ledger that such layers share."""
 
     is_sliding = False
     is_compileable = False
@@ -77,6 +77,7 @@ class PagedLayer(CacheLayerMixin):
         """int64 `[B, Hkv, budget]`: slots that stay if the draft that makes it due is accepted."""
         self.step_index = 0
         self.compaction_seconds = 0.0
+        self.rope_checked = False
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -131,11 +132,13 @@ class PagedLayer(CacheLayerMixin):
     def apply(
         self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return all live."""
+        """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return what the new
+        tokens attend to."""
         storage = self.storage
         if storage is not None and storage.holds(step.layout) and not torch.is_grad_enabled():
             self.proposed, self.step_index = None, step.index
-            return storage.append(step, keys, values)  # nothing that outlives this call is made
+            first = self.first_visible(step.kept)
+            return storage.append(step, keys, values, first)  # makes nothing that outlives this
         return self._apply(step, due, scorer, keys, values)
 
     @without_autograd
@@ -147,17 +150,27 @@ class PagedLayer(CacheLayerMixin):
         self.proposed = None
         if not step.fresh:
             self.storage.ensure(step.num_blocks)
-        if due is not None:
+        if step.compacts:
             started = time.perf_counter()
-            survivors, self.survivors = self._select(step.source, due, scorer, step.kept)
+            survivors = self._survivors(step, due, scorer)
             apply_plan(plan(survivors, step.source, step.layout, self.storage), self.storage, step)
             self.compaction_seconds += time.perf_counter() - started
         elif step.fresh:
             self.storage.relocate(step.num_blocks, step.relocations or ())
         self.storage.copy_blocks(step.copies)
-        everything = self.storage.append(step, keys, values)
+        visible = self.storage.append(step, keys, values, self.first_visible(step.kept))
         self.step_index = step.index
-        return (keys, values) if step.kept == 0 else everything
+        return (keys, values) if step.kept == 0 else visible
+
+    def first_visible(self, kept: int) -> int:
+        """The first live token that tokens appended to `kept` live ones attend to."""
+        return 0
+
+    def _survivors(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> Tensor:
+        """The live slots `[B, Hkv, kept]` that survive the compaction of `step`."""
+        assert due is not None
+        survivors, self.survivors = self._select(step.source, due, scorer, step.kept)
+        return survivors
 
     def check_statistics(self) -> None:
         """Raise `ValueError` unless queries of this layer were seen."""
@@ -204,7 +217,7 @@ class PagedLayer(CacheLayerMixin):
         self.survivors, self.proposed = self._proposed_positions, None
         self.compaction_seconds += time.perf_counter() - started
 
-    def collector(self, vectors: Vectors, rope: Rope) -> LayerStatistics:
+    def collector(self, vectors: Vectors, rope: RopeSource) -> LayerStatistics:
         """The statistics of this layer, for vectors such as these to be added to."""
         if self.statistics is None:
             assert self.storage is not None
@@ -236,7 +249,8 @@ class PagedLayer(CacheLayerMixin):
     @without_autograd
     def _read(self) -> tuple[Tensor, Tensor]:
         assert self.storage is not None
-        return self.storage.read(self.ledger.layout, self.ledger.live)
+        live = self.ledger.live
+        return self.storage.read(self.ledger.layout, live, self.first_visible(live))
 
     def _select(
         self,
@@ -270,7 +284,8 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self.ledger.kept(query_length)
-        return kept + query_length, self.ledger.seen - kept
+        visible = kept - self.first_visible(kept)
+        return visible + query_length, self.ledger.seen - visible
 
     def get_max_length(self) -> int:
         return -1
@@ -279,3 +294,26 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.clear()
+
+
+class SlidingLayer(PagedLayer):
+    """A layer whose queries look at the last `window` tokens, their own included.
+
+    What left the window is forgotten in order of age, so nothing is ranked: "compacting" slides the
+    last `window - 1` tokens forward, once per interval, and the blocks behind them come free.
+    """
+
+    is_sliding = True
+
+    def __init__(self, ledger: Ledger, window: int) -> None:
+        super().__init__(ledger)
+        self.window = window
+
+    def first_visible(self, kept: int) -> int:
+        return max(0, kept - self.window + 1)
+
+    def _survivors(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> Tensor:
+        assert self.storage is not None
+        keys = self.storage.keys
+        tail = torch.arange(step.live - step.kept, step.live, device=keys.device)
+        return tail.expand(self.ledger.batch_size, keys.shape[0], -1)

@@ -69,6 +69,11 @@ class Ledger:
         self.tables: list[list[int]] = []
         self.clear()
 
+    def count_only(self) -> None:
+        """Never evict and hand out one block per row: no layer stores anything under this ledger,
+        which counts tokens alone."""
+        self.budget, self.block_size = None, 1 << 62
+
     def clear(self) -> None:
         """Forget every row and what happened to them; blocks that only they held come free."""
         for table in self.tables:

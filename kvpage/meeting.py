@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from kvpage.compat import not_compiled
-from kvpage.hooks import Attachment, Call, HookedCache, ModelKey, join
+from kvpage.contract import HookedCache, ModelKey
+from kvpage.hooks import Attachment, Call, join
 
 
 class Watcher:
@@ -61,7 +62,6 @@ class Meeting:
     def __init__(self, cache: HookedCache, model: nn.Module | None) -> None:
         self._watcher = Watcher(cache) if model is None else None
         self._attachment: Attachment | None = None if model is None else join(model, cache)
-        self._rope_checked = False
 
     def fork(self, twin: HookedCache) -> Meeting:
         """The meeting of a copy: the same model, if there is one yet."""
@@ -87,9 +87,10 @@ class Meeting:
         Raises `ValueError` when the cache belongs to another model.
         """
         if self._attachment is None:
-            if filled_layers not in (0, key.num_layers):
+            if filled_layers and not filled_layers == key.num_layers == key.num_full_layers:
                 raise ValueError(
-                    f"cache: filled with {filled_layers} layers, {key.name} has {key.num_layers}"
+                    f"cache: filled with {filled_layers} layers of full attention before it met "
+                    f"{key.name}, of whose {key.num_layers} layers {key.num_full_layers} are such"
                 )
             assert self._watcher is not None
             self._attachment = self._watcher.stop(key)
@@ -113,10 +114,3 @@ class Meeting:
                 f"cache: belongs to the {self.name} it was first used with; this update came from "
                 "elsewhere. A cache serves one model: make a new one"
             )
-
-    def check_rope(self, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:
-        """Compare the model's rotary embedding with ours, at the first positions that tell."""
-        assert self.key is not None
-        if not self._rope_checked and int(position_ids.max()) > 0:
-            self.key.rope.check(cos, sin, position_ids)
-            self._rope_checked = True

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpage.blocks import BlockPool
 from kvpage.layer import PagedLayer
-from kvpage.ledger import Ledger
 from kvpage.positions import TokenPositions
 from kvpage.settings import Settings
+from kvpage.stack import LayerStack
 
 
 @dataclass(frozen=True)
 class Report:
     """Numbers of a cache, over all rows; lengths are per row, pads included.
 
-    Blocks and bytes are those of the pool, which copies of a cache share.
+    Blocks are those of the pool of the full-attention layers, which copies of a cache share;
+    `sliding_blocks_...` those of the sliding-window layers; bytes are those of all layers.
 
     blocks_freed counts the blocks that compaction returned to the pool. The counterfactual evicts
     the same tokens but never moves one: `blocks_freed_without_compaction` are the blocks that would
@@ -50,6 +52,12 @@ class Report:
     compaction_seconds: float
     budget_bound: bool
     prompt_pinned: bool
+    full_layers: int
+    sliding_layers: int
+    sliding_blocks_used: int
+    sliding_blocks_freed: int
+    state_layers: int
+    bytes_states: int
 
     @property
     def evicted_tokens(self) -> int:
@@ -91,6 +99,18 @@ class Report:
             ("statistics", readable(self.bytes_statistics)),
             ("compactions", f"{self.compactions:,} in {self.compaction_seconds:.3f} s"),
         ]
+        if self.sliding_layers:
+            rows.append(
+                (
+                    "sliding layers",
+                    f"{self.sliding_layers}: {self.sliding_blocks_used:,} blocks used, "
+                    f"{self.sliding_blocks_freed:,} freed",
+                )
+            )
+        if self.state_layers:
+            rows.append(
+                ("state layers", f"{self.state_layers}: {readable(self.bytes_states)}"),
+            )
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -104,23 +124,25 @@ def report_on(
     model: str | None,
     scorer: str,
     settings: Settings,
-    ledger: Ledger,
-    layers: Sequence[PagedLayer],
+    stack: LayerStack,
     positions: TokenPositions,
     bytes_peak: int,
     prompt_pinned: bool,
 ) -> Report:
     """The report of a cache, of its parts; the counterfactual is worked out here."""
+    ledger, sliding, layers, states = stack.ledger, stack.sliding, stack.paged, stack.states
+    full = stack.ranked
     live: list[Tensor] = []
     if ledger.seen:
         appended = positions.appended(torch.device("cpu"))
-        live = [layer.positions(appended) for layer in layers if layer.storage is not None]
+        live = [layer.positions(appended) for layer in full if layer.storage is not None]
     held, held_per_head = blocks_held_in_place(live, ledger.batch_size, ledger.block_size)
     ever = 0
     if live:  # the latest token of a row is always live
         ever = int((live[0].amax(dim=(1, 2)) // ledger.block_size + 1).sum())
-    reserved = sum(layer.bytes_reserved for layer in layers)
-    block_bytes = reserved // ledger.pool.num_blocks if ledger.pool.num_blocks else 0
+    counts_only = sliding is not None and not full  # no layer stores anything under `ledger`
+    pool = BlockPool(0) if counts_only else ledger.pool
+    bytes_states = sum(t.nbytes for state in states for t in _tensors_of(state))
     return Report(
         model=model or "none yet",
         scorer=scorer,
@@ -129,22 +151,39 @@ def report_on(
         block_size=settings.block_size,
         batch_size=ledger.batch_size,
         seen_tokens=ledger.seen,
-        live_tokens=ledger.live,
-        blocks_used=ledger.pool.num_used_blocks,
-        blocks_free=ledger.pool.num_free_blocks,
-        blocks_peak=ledger.blocks_peak,
+        live_tokens=sliding.live if sliding is not None and counts_only else ledger.live,
+        blocks_used=pool.num_used_blocks,
+        blocks_free=pool.num_free_blocks,
+        blocks_peak=0 if counts_only else ledger.blocks_peak,
         blocks_freed=ledger.blocks_freed,
         blocks_freed_without_compaction=max(0, ever - held),
         blocks_freed_without_compaction_per_head=max(0.0, ever - held_per_head),
-        bytes_reserved=reserved,
-        bytes_in_use=block_bytes * ledger.pool.num_used_blocks,
-        bytes_peak=bytes_peak,
+        bytes_reserved=sum(layer.bytes_reserved for layer in layers) + bytes_states,
+        bytes_in_use=sum(_bytes_in_use(layer) for layer in layers) + bytes_states,
+        bytes_peak=bytes_peak + bytes_states,
         bytes_statistics=sum(layer.bytes_statistics for layer in layers),
         compactions=ledger.compactions,
         compaction_seconds=sum(layer.compaction_seconds for layer in layers),
         budget_bound=ledger.compactions > 0,
         prompt_pinned=prompt_pinned,
+        full_layers=len(full),
+        sliding_layers=len(layers) - len(full),
+        sliding_blocks_used=0 if sliding is None else sliding.pool.num_used_blocks,
+        sliding_blocks_freed=0 if sliding is None else sliding.blocks_freed,
+        state_layers=len(states),
+        bytes_states=bytes_states,
     )
+
+
+def _bytes_in_use(layer: PagedLayer) -> int:
+    pool = layer.ledger.pool
+    return layer.bytes_reserved // pool.num_blocks * pool.num_used_blocks if pool.num_blocks else 0
+
+
+def _tensors_of(state: Any) -> Iterator[Tensor]:
+    """The tensors of one of transformers' own state layers."""
+    for tensors in (state.conv_states, state.recurrent_states):
+        yield from (tensor for tensor in tensors.values() if tensor is not None)
 
 
 def blocks_held_in_place(layers: Iterable[Tensor], rows: int, block_size: int) -> tuple[int, float]:

@@ -7,7 +7,8 @@ the coming queries taken in closed form. With `w_f = q_f exp(i w_f t) D_f`,
 
     S = Re sum_f w_f conj(k_f)  +  sum_f (a_f - |q_f|) |k_f|
 
-one dot product with an expected coming query, and one weighted sum of band magnitudes.
+both times the model's attention scaling, plus `q . k` of the dimensions that are not rotated: one
+dot product with an expected coming query, and one weighted sum of band magnitudes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvpage import kernels
-from kvpage.architectures import Rope
-from kvpage.centroids import Statistics, band_magnitude
+from kvpage.centroids import Statistics
+from kvpage.rope import Rope
 
 OFFSETS = tuple(2**i for i in range(13))
 """Distances of the coming queries, in tokens: 1, 2, 4, ... 4096."""
@@ -58,14 +59,16 @@ def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) 
 def expected_query(
     mean: Tensor, rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS
 ) -> Tensor:
-    """The centroid `mean` `[B, H, D]`, rotated to the coming positions and averaged over them."""
+    """The centroid `mean` `[B, H, D]`, rotated to the coming positions and averaged over them.
+
+    Scaled as the model scales what it rotates.
+    """
     if positions.device.type == "mps":  # no float64 there
         positions = positions.cpu()
-    factor = rotation(rope, positions, offsets)[:, None]
+    factor = rotation(rope, positions, offsets)[:, None] * rope.attention_scaling
     cos, sin = factor.real.to(mean), factor.imag.to(mean)  # [B, 1, F]
-    bands = rope.bands
-    re, im = mean[..., :bands], mean[..., bands : 2 * bands]
-    return torch.cat((re * cos - im * sin, re * sin + im * cos, mean[..., 2 * bands :]), dim=-1)
+    re, im, rest = rope.parts(mean)
+    return rope.joined(re * cos - im * sin, re * sin + im * cos, rest)
 
 
 class Centroid:
@@ -77,10 +80,11 @@ class Centroid:
         self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
     ) -> Tensor:
         assert statistics is not None
-        bands = statistics.rope.bands
-        direction = expected_query(statistics.query_mean, statistics.rope, next_position)
-        spread = statistics.query_magnitude - band_magnitude(statistics.query_mean, bands)
-        return kernels.score_tokens(keys, direction, spread.clamp_min(0))
+        rope = statistics.rope
+        direction = expected_query(statistics.query_mean, rope, next_position)
+        spread = statistics.query_magnitude - rope.magnitude(statistics.query_mean)
+        weight = spread.clamp_min(0) * rope.attention_scaling
+        return kernels.score_tokens(keys, direction, weight, rope.interleaved)
 
 
 class Streaming:

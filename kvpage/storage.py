@@ -58,8 +58,11 @@ class LayerStorage:
             self.keys[:, target].copy_(self.keys[:, source])
             self.values[:, target].copy_(self.values[:, source])
 
-    def append(self, step: Step, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `keys` and `values` `[B, Hkv, q, D]` behind the kept tokens; return all live ones.
+    def append(
+        self, step: Step, keys: Tensor, values: Tensor, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Write `keys` and `values` `[B, Hkv, q, D]` behind the kept tokens; return the live ones
+        from slot `first` on.
 
         Views of the storage where the rows lie at equal strides, else a gathered copy.
         """
@@ -69,22 +72,23 @@ class LayerStorage:
             key_rows, value_rows = self._rows
             key_rows.view(start, stop).copy_(keys)
             value_rows.view(start, stop).copy_(values)
-            return key_rows.view(0, stop), value_rows.view(0, stop)
+            return key_rows.view(first, stop), value_rows.view(first, stop)
         slots = self._slots(start, stop)
         _scatter(self.keys, slots, keys)
         _scatter(self.values, slots, values)
-        return self.read(step.layout, stop)
+        return self.read(step.layout, stop, first)
 
     def holds(self, layout: Layout) -> bool:
         """Whether `layout` is the one last used and its rows are views."""
         return layout is self._layout and self._rows is not None
 
-    def read(self, layout: Layout, live: int) -> tuple[Tensor, Tensor]:
-        """The live keys and values `[B, Hkv, live, D]` under `layout`: views where rows allow."""
+    def read(self, layout: Layout, live: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """The keys and values `[B, Hkv, live - first, D]` of live slots `[first, live)` under
+        `layout`: views where rows allow."""
         self._use(layout)
         if self._rows is not None:
-            return self._rows[0].view(0, live), self._rows[1].view(0, live)
-        return self._gather(self.keys, live), self._gather(self.values, live)
+            return self._rows[0].view(first, live), self._rows[1].view(first, live)
+        return self._gather(self.keys, first, live), self._gather(self.values, first, live)
 
     def _slots(self, start: int, stop: int) -> Tensor:
         """Physical slots `[B, stop - start]` int64 of live tokens `[start, stop)`."""
@@ -110,13 +114,13 @@ class LayerStorage:
                 _Rows(self.values, layout.strides, rows),
             )
 
-    def _gather(self, blocks: Tensor, live: int) -> Tensor:
-        """Copy of the live tokens `[B, Hkv, live, D]` through the block tables."""
+    def _gather(self, blocks: Tensor, first: int, live: int) -> Tensor:
+        """Copy of live slots `[first, live)` `[B, Hkv, live - first, D]` through the tables."""
         assert self._tables is not None
         batch, count = self._tables.shape
         heads, _, size, dim = blocks.shape
         picked = blocks.index_select(1, self._tables.reshape(-1))
-        return picked.view(heads, batch, count * size, dim).transpose(0, 1)[:, :, :live]
+        return picked.view(heads, batch, count * size, dim).transpose(0, 1)[:, :, first:live]
 
 
 class _Rows:

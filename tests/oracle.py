@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpage import TracedCompaction
+from kvpage.architectures import describe
 
 
 def allowed_columns(
@@ -44,17 +45,22 @@ def allowed_columns(
 def masked(model: PreTrainedModel, trace: list[TracedCompaction], real: Tensor):
     """Within it, every attention module of `model` sees only what `trace` left."""
 
+    sites = describe(model).sites
+    full = [site.layer_idx for site in sites if site.window is None]
+    windows = {site.layer_idx: site.window for site in sites}
+
     def hook(module, args, kwargs):
-        heads = module.config.num_attention_heads
-        allowed = allowed_columns(trace, module.layer_idx, real, heads)
+        heads, index = module.config.num_attention_heads, module.layer_idx
+        if index in full:
+            allowed = allowed_columns(trace, full.index(index), real, heads)
+        else:
+            allowed = allowed_columns([], 0, real, heads)
+            allowed &= torch.ones_like(allowed).triu(1 - windows[index])
         bias = torch.zeros(allowed.shape, dtype=model.dtype)
         kwargs["attention_mask"] = bias.masked_fill(~allowed, torch.finfo(model.dtype).min)
         return args, kwargs
 
-    handles = [
-        block.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-        for block in model.get_decoder().layers
-    ]
+    handles = [site.attention.register_forward_pre_hook(hook, with_kwargs=True) for site in sites]
     try:
         yield
     finally:
@@ -75,7 +81,8 @@ def oracle_logits(
     if positions is None:
         positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)
     with masked(model, trace, real):
-        return model(ids, position_ids=positions, use_cache=False).logits
+        mask = real.long()  # what keeps a state looks at no mask of ours
+        return model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
 def check_against_oracle(model, trace, fed, logits, real=None, positions=None, atol=1e-4):

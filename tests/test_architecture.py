@@ -7,17 +7,18 @@ import kvpage
 
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
-    {"blocks", "compat", "architectures", "settings", "positions", "kernels.reference"},
-    {"kernels", "ledger", "centroids", "hooks"},
-    {"storage", "scoring", "meeting"},
-    {"compaction"},
-    {"layer"},
+    {"blocks", "compat", "rope", "settings", "positions", "kernels.reference"},
+    {"kernels", "ledger", "architectures", "centroids"},
+    {"contract", "storage", "scoring"},
+    {"hooks", "compaction"},
+    {"meeting", "layer", "pins"},
+    {"stack"},
     {"forwards", "report"},
     {"core"},
     {"cache"},
     {"kvpage"},
 ]
-KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "layer", "meeting"}
+KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer", "meeting"}
 KNOW_TRITON: set[str] = set()
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 

@@ -5,24 +5,37 @@ import torch
 from tiny import build, cache_name, generate, prompt
 
 from kvpage import PagedCompactCache, kernels
-from kvpage.architectures import Rope
-from kvpage.centroids import Statistics, band_magnitude
+from kvpage.centroids import Statistics
+from kvpage.rope import Rope
 from kvpage.scoring import Centroid, expected_query
 
 PAPER_OFFSETS = tuple(2**i for i in range(17))  # 1 .. 65536
 
 
-@pytest.fixture
-def rope() -> Rope:
-    return Rope(10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8), attention_scaling=1.0)
+@pytest.fixture(params=[(False, 1.0), (True, 1.0), (False, 1.3)], ids=["half", "pairs", "scaled"])
+def rope(request) -> Rope:
+    interleaved, scaling = request.param
+    return Rope(10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8), scaling, interleaved)
+
+
+def as_bands(vectors, rope):
+    """The rotated dimensions of `vectors` `[..., D]` as complex numbers `[..., F]`."""
+    rotated = vectors[..., : 2 * rope.bands]
+    pairs = rotated.unflatten(-1, (-1, 2)) if rope.interleaved else None
+    if pairs is not None:
+        return torch.complex(pairs[..., 0], pairs[..., 1])
+    return torch.complex(rotated[..., : rope.bands], rotated[..., rope.bands :])
 
 
 def rotate(vectors, positions, rope):
-    """RoPE in the half layout, float64: `[..., D]` at `positions` `[...]`."""
-    bands = rope.bands
-    z = torch.complex(vectors[..., :bands], vectors[..., bands : 2 * bands])
-    z = z * torch.polar(torch.ones((), dtype=torch.float64), positions[..., None] * rope.inv_freq)
-    return torch.cat((z.real, z.imag, vectors[..., 2 * bands :]), dim=-1)
+    """RoPE in float64: `[..., D]` at `positions` `[...]`."""
+    unit = torch.tensor(rope.attention_scaling, dtype=torch.float64)
+    z = as_bands(vectors, rope) * torch.polar(unit, positions[..., None] * rope.inv_freq)
+    if rope.interleaved:
+        rotated = torch.view_as_real(z).flatten(-2)
+    else:
+        rotated = torch.cat((z.real, z.imag), dim=-1)
+    return torch.cat((rotated, vectors[..., 2 * rope.bands :]), dim=-1)
 
 
 def example(rope, extra=0, seed=0):
@@ -39,9 +52,10 @@ def example(rope, extra=0, seed=0):
 
 def score(queries, cached, rope, next_position, offsets):
     mean = queries.mean(dim=1)
-    magnitude = band_magnitude(queries, rope.bands).mean(dim=1)
+    magnitude = as_bands(queries, rope).abs().mean(dim=1)
     direction = expected_query(mean, rope, next_position, offsets)
-    return kernels.score_tokens(cached, direction, magnitude - band_magnitude(mean, rope.bands))
+    weight = (magnitude - as_bands(mean, rope).abs()) * rope.attention_scaling
+    return kernels.score_tokens(cached, direction, weight, rope.interleaved)
 
 
 @pytest.mark.parametrize("extra", [0, 4])
@@ -49,15 +63,15 @@ def test_closed_form_equals_the_loop_over_offsets(rope, extra):
     queries, keys, positions = example(rope, extra)
     cached = rotate(keys, positions, rope)
     next_position = torch.tensor([30, 12_345])
-    mean, bands = queries.mean(dim=1), rope.bands
-    magnitude = band_magnitude(queries, bands).mean(dim=1)
+    mean = queries.mean(dim=1)
+    magnitude = as_bands(queries, rope).abs().mean(dim=1)
     total = torch.zeros(2, 4, 30, dtype=torch.float64)
     for offset in PAPER_OFFSETS:
         at = (next_position + offset)[:, None].expand(2, 4).double()
         query = rotate(mean, at, rope)
         total += torch.einsum("bhgd,bhld->bhgl", query.view(2, 2, 2, -1), cached).reshape(2, 4, 30)
-    spread = magnitude * (1 - band_magnitude(mean, bands) / magnitude)
-    norms = band_magnitude(cached, bands)
+    spread = magnitude * (1 - as_bands(mean, rope).abs() / magnitude) * rope.attention_scaling
+    norms = as_bands(cached, rope).abs()
     norm_part = torch.einsum("bhgf,bhlf->bhgl", spread.view(2, 2, 2, -1), norms).reshape(2, 4, 30)
     expected = total / len(PAPER_OFFSETS) + norm_part
     got = score(queries, cached, rope, next_position, PAPER_OFFSETS)
@@ -68,10 +82,9 @@ def test_closed_form_equals_the_papers_phase_form(rope):
     """TriAttention writes it with phases: |q||k| cos(w (distance + offset) + arg q - arg k)."""
     queries, keys, positions = example(rope)
     next_position = torch.tensor([30, 500])
-    mean, bands = queries.mean(dim=1), rope.bands
-    magnitude = band_magnitude(queries, bands).mean(dim=1)
-    q = torch.complex(mean[..., :bands], mean[..., bands:])
-    k = torch.complex(keys[..., :bands], keys[..., bands:])
+    mean = queries.mean(dim=1)
+    magnitude = as_bands(queries, rope).abs().mean(dim=1)
+    q, k = as_bands(mean, rope), as_bands(keys, rope)
     expected = torch.zeros(2, 4, 30, dtype=torch.float64)
     for head in range(4):
         kv = k[:, head // 2]  # [B, L, F]
@@ -84,6 +97,7 @@ def test_closed_form_equals_the_papers_phase_form(rope):
         resultant = q[:, head].abs() / magnitude[:, head]
         weight = ((1 - resultant) * magnitude[:, head])[:, None]
         expected[:, head] += (weight * kv.abs()).sum(dim=-1)
+    expected *= rope.attention_scaling**2  # of query and key
     got = score(queries, rotate(keys, positions, rope), rope, next_position, PAPER_OFFSETS)
     assert ((got - expected).abs() / expected.abs().clamp_min(1)).max() < 1e-9
 
@@ -94,7 +108,7 @@ def test_scores_in_low_precision_differ_only_by_the_rounding_of_the_keys(rope, d
     queries, keys, positions = example(rope)
     cached = rotate(keys, positions, rope).to(dtype)
     mean = queries.mean(dim=1)
-    magnitude = band_magnitude(queries, rope.bands).mean(dim=1)
+    magnitude = as_bands(queries, rope).abs().mean(dim=1)
     statistics = Statistics(mean.float(), magnitude.float(), mean, magnitude, torch.ones(2), rope)
     got = Centroid()(cached, statistics, torch.tensor([30, 30_000]))
     exact = score(
@@ -127,7 +141,8 @@ def test_statistics_equal_what_the_projections_put_out(name, budget):
             for row in range(3):
                 own = vectors[row, flags[row]]
                 torch.testing.assert_close(mean[row].double(), own.mean(dim=0), atol=1e-6, rtol=0)
-                bands = band_magnitude(own, mean.shape[2] // 2).mean(dim=0)
+                half = mean.shape[2] // 2
+                bands = torch.hypot(own[..., :half], own[..., half:]).mean(dim=0)
                 torch.testing.assert_close(magnitude[row].double(), bands, atol=1e-6, rtol=0)
 
 
@@ -149,7 +164,7 @@ def test_concentration_is_one_for_identical_queries_and_small_for_scattered_ones
     for vectors, check in ((identical, lambda r: r > 1 - 1e-5), (queries, lambda r: r < 1)):
         statistics = Statistics(
             vectors.mean(dim=1).float(),
-            band_magnitude(vectors, rope.bands).mean(dim=1).float(),
+            as_bands(vectors, rope).abs().mean(dim=1).float(),
             *[torch.zeros(1)] * 3,
             rope,
         )
@@ -185,29 +200,12 @@ def test_centroid_keeps_the_keys_the_coming_queries_will_look_at():
     cached = rotate(keys, torch.arange(live).double()[None, None], rope)
     statistics = Statistics(
         centre.view(1, 1, -1).float(),
-        band_magnitude(centre, 16).view(1, 1, -1).float(),
+        as_bands(centre, rope).abs().view(1, 1, -1).float(),
         *[torch.zeros(1)] * 3,
         rope,
     )
     scores = Centroid()(cached.float(), statistics, torch.tensor([live]))
     assert scores[0, 0].argmax() == 123
-
-
-def test_rope_check_refuses_a_wrong_embedding(rope):
-    positions = torch.arange(1, 9)[None]
-    cos, sin = rope.cos_sin(positions)
-    rope.check(cos.float(), sin.float(), positions)
-    rope.check(cos.bfloat16(), sin.bfloat16(), positions)
-    wrong_base = Rope(rope.inv_freq * 1.01, 1.0)
-    wrong_scale = Rope(rope.inv_freq, 1.1)
-    interleaved = cos.view(1, 8, 2, 8).transpose(2, 3).reshape(1, 8, 16)
-    for other in (wrong_base, wrong_scale):
-        with pytest.raises(ValueError, match="rotary embedding"):
-            other.check(cos.float(), sin.float(), positions)
-    with pytest.raises(ValueError, match="rotary embedding"):
-        rope.check(interleaved.float(), sin.float(), positions)
-    with pytest.raises(ValueError, match="16 rotated dimensions expected"):
-        rope.check(cos[..., :8], sin[..., :8], positions)
 
 
 def test_a_model_whose_embedding_is_not_its_inv_freq_is_refused():

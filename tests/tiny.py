@@ -77,11 +77,16 @@ def build(
     model_class, config_class, traits = MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**(COMMON | traits), attn_implementation=attention))
-    with torch.no_grad():  # biases and norms start at constants; make them matter
+    return perturbed(model).to(dtype).eval()
+
+
+def perturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with biases and norms, which start at constants, made to matter."""
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype).eval()
+    return model
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> Tensor:

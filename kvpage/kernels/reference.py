@@ -9,12 +9,14 @@ SCRATCH_ELEMENTS = 1 << 16
 """Elements of scratch a chunk may use: with the few float32 buffers live at once, below 1 MiB."""
 
 
-def score_tokens(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> Tensor:
+def score_tokens(
+    keys: Tensor, direction: Tensor, norm_weight: Tensor, interleaved: bool = False
+) -> Tensor:
     """Score every key against the expected coming queries (design: closed form of TriAttention).
 
-    `S = k . u + |k|_band . w` with `|k|_band` the magnitude of each rotated pair of dimensions in
-    the half layout (`d` pairs with `d + F`); dimensions from `2 F` on are not rotated and enter
-    only through the dot product.
+    `S = k . u + |k|_band . w` with `|k|_band` the magnitude of each rotated pair of dimensions: `f`
+    and `f + F`, or `2 f` and `2 f + 1` when interleaved; dimensions from `2 F` on are not rotated
+    and enter only through the dot product.
 
     keys: `[B, Hkv, L, D]`, any float dtype, any strides; direction `u`: `[B, H, D]`; norm_weight
     `w`: `[B, H, F]`, both float32. Returns float32 `[B, H, L]`; all in float64 if `u` is.
@@ -30,7 +32,10 @@ def score_tokens(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> Tensor
         out = scores[row].view(kv_heads, groups, live)
         for start in range(0, live, chunk):
             k = keys[row, :, start : start + chunk].to(u.dtype)  # [Hkv, C, D]
-            magnitude = torch.hypot(k[..., :bands], k[..., bands : 2 * bands])  # [Hkv, C, F]
+            bands_of_k = k[..., : 2 * bands].unflatten(
+                -1, (bands, 2) if interleaved else (2, bands)
+            )
+            magnitude = torch.hypot(*bands_of_k.unbind(-1 if interleaved else -2))  # [Hkv, C, F]
             part = u @ k.transpose(1, 2)
             part += w @ magnitude.transpose(1, 2)
             out[:, :, start : start + chunk] = part

@@ -1,0 +1,76 @@
+"""What a cache and the hooks on its model know of each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from kvpage.architectures import Decoder
+from kvpage.compat import native_layers
+
+
+class ModelKey:
+    """Identity of a hooked model, with what a cache needs of it; holds no module."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.name = type(decoder.module).__name__
+        self.config = decoder.config
+        self.num_layers = len(self.native_layers())
+        self.num_attention_layers = len(decoder.sites)
+        self.num_full_layers = sum(site.window is None for site in decoder.sites)
+        self.ropes = {site.layer_idx: site.rope for site in decoder.sites}
+        self.groups = {site.layer_idx: site.groups for site in decoder.sites}
+        """By layer: query heads per KV head."""
+
+    def native_layers(self) -> list[Any]:
+        """How each layer is cached: a `Window` of attention, or a new state of transformers'."""
+        return native_layers(self.config)
+
+
+class HookedCache(ABC):
+    """What the hooks call on a cache."""
+
+    @abstractmethod
+    def meet(self, key: ModelKey) -> None:
+        """A model uses this cache; raises `ValueError` when it belongs to another."""
+
+    @abstractmethod
+    def check_trainable(self) -> None:
+        """A forward in training mode with gradients starts; raises where they would be wrong."""
+
+    @abstractmethod
+    def expect(self, drafts: int | None, mask: Tensor | None) -> None:
+        """A model around the decoder says what it was given: how many of the coming forward's last
+        tokens are drafts, if it knows, and the 2-D attention mask, if any."""
+
+    @abstractmethod
+    def announce(
+        self,
+        num_new: int,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        visible: Tensor | None = None,
+    ) -> Tensor | None:
+        """A forward of `num_new` tokens starts, under this 2-D mask; returns the mask to use.
+
+        visible: bool `[B, live + q]`, the columns that the last query may look at, where the
+        mask is a 4-D one of transformers' own making.
+        """
+
+    @abstractmethod
+    def is_announced(self) -> bool:
+        """Whether the running forward was announced and its first layer is still to come."""
+
+    @abstractmethod
+    def needs_private_mask(self, layer_idx: int) -> bool:
+        """Whether one mask for all heads can't say what this layer's queries see."""
+
+    @abstractmethod
+    def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
+        """An additive mask `[B, H, q, L]` that starts as `mask`, for `hidden` `[B, q, ...]`."""
+
+    @abstractmethod
+    def see_positions(self, position_ids: Tensor) -> None:
+        """The positions `[1 or B, q]` of the running forward."""

@@ -1,0 +1,105 @@
+"""Rotary position embedding (RoPE) as a value: frequencies, pairing, and how it acts on a vector.
+
+Band `f` of a vector `x` is the complex number `x[f] + i x[f + F]` in the half layout and
+`x[2 f] + i x[2 f + 1]` in the interleaved one. Dimensions from `2 F` on are not rotated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation a layer applies to its queries and keys.
+
+    inv_freq: float64 `[F]` on the CPU, radians per token, the model's own; empty without RoPE.
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float = 1.0
+    interleaved: bool = False
+
+    @property
+    def bands(self) -> int:
+        return self.inv_freq.shape[0]
+
+    def parts(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Real and imaginary parts `[..., F]` of the bands of `vectors` `[..., D]`, and the rest
+        `[..., D - 2 F]`."""
+        bands = self.bands
+        rest = vectors[..., 2 * bands :]
+        if self.interleaved:
+            return vectors[..., 0 : 2 * bands : 2], vectors[..., 1 : 2 * bands : 2], rest
+        return vectors[..., :bands], vectors[..., bands : 2 * bands], rest
+
+    def joined(self, real: Tensor, imaginary: Tensor, rest: Tensor) -> Tensor:
+        """The vectors `[..., D]` whose `parts` these are."""
+        if not self.interleaved:
+            return torch.cat((real, imaginary, rest), dim=-1)
+        pairs = torch.stack((real, imaginary), dim=-1).flatten(-2)
+        return torch.cat((pairs, rest), dim=-1)
+
+    def magnitude(self, vectors: Tensor) -> Tensor:
+        """Magnitude `[..., F]` of each band of `vectors` `[..., D]`."""
+        real, imaginary, _ = self.parts(vectors)
+        return torch.hypot(real, imaginary)
+
+    def rotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """`vectors` `[B, H, n, D]` as the model caches them at `positions` `[B, n]`, float64."""
+        angle = positions.cpu().double()[:, None, :, None] * self.inv_freq
+        cos, sin = angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
+        real, imaginary, rest = self.parts(vectors.cpu().double())
+        return self.joined(real * cos - imaginary * sin, real * sin + imaginary * cos, rest)
+
+    def check(self, before: Tensor, after: Tensor, positions: Tensor) -> None:
+        """Raise `ValueError` unless this rotation takes the keys `before` to `after`.
+
+        before, after: `[B, Hkv, n, D]`, ahead of RoPE and as cached; positions: int64 `[B, n]`.
+        Wrong frequencies, pairing, scaling or number of rotated dimensions all show, and so does
+        a key that was changed between the module it was captured at and the cache.
+        """
+        if before.shape != after.shape:
+            raise ValueError(
+                f"key: {list(after.shape)} expected as in the cache, {list(before.shape)} captured "
+                "ahead of RoPE; this model can't be ranked rightly"
+            )
+        if after.shape[-1] < 2 * self.bands:
+            raise ValueError(
+                f"head_dim: at least {2 * self.bands} rotated dimensions expected, got "
+                f"{after.shape[-1]}"
+            )
+        expected, got = self.rotated(before, positions), after.cpu().double()
+        # The model's float32 angles are off by about 1e-7 of themselves; then rounding of cos, sin
+        # and products in the dtype.
+        angle = float(positions.max()) * (float(self.inv_freq.max()) if self.bands else 0.0)
+        relative = 1e-4 + 2e-7 * angle + 6 * torch.finfo(after.dtype).eps
+        size = before.cpu().double().abs().amax() * max(1.0, self.attention_scaling)
+        error, tolerance = float((got - expected).abs().max()), relative * float(size)
+        if not error <= tolerance:
+            raise ValueError(
+                f"rotary embedding: the model's keys differ from ours by {error:.3g} (at most "
+                f"{tolerance:.3g} expected); this model can't be ranked rightly"
+            )
+
+
+class RopeSource:
+    """Reads the `Rope` of a layer from its model, which it does not keep alive."""
+
+    def __init__(self, read: Callable[[nn.Module], Rope], module: nn.Module, fixed: bool) -> None:
+        """fixed: the frequencies never change, and are read now."""
+        self._read, self._module = read, weakref.ref(module)
+        self._fixed = read(module) if fixed else None
+
+    def __call__(self) -> Rope:
+        if self._fixed is not None:
+            return self._fixed
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the model of this cache is gone")
+        return self._read(module)

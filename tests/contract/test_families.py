@@ -1,0 +1,78 @@
+"""Every family: as DynamicCache under budget, as the oracle says over it, in the main modes."""
+
+import pytest
+import torch
+from families import FAMILIES, family
+from oracle import check_against_oracle
+from test_modes import call, left_padded
+from tiny import prompt
+from transformers import DynamicCache
+from watched import Watched, all_logits
+
+from kvpage import PagedCompactCache
+
+SMALL = {"budget": 64, "interval": 24, "recent": 16, "trace": True}
+
+
+def long_trace(model, cache):
+    return call(model, prompt(30), cache, 120)
+
+
+def padded_beams(model, cache):
+    ids, mask = left_padded()
+    return call(model, ids, cache, 70, attention_mask=mask, num_beams=2)
+
+
+def two_turns(model, cache):
+    first = call(model, prompt(30), cache, 50)
+    return call(model, torch.cat((first, prompt(40, seed=1)), dim=1), cache, 30)
+
+
+def chunked_prompt(model, cache):
+    return call(model, prompt(150), cache, 30, prefill_chunk_size=32)
+
+
+def assisted(model, cache):
+    return call(model, prompt(6).repeat(1, 5), cache, 100, prompt_lookup_num_tokens=5)
+
+
+def single_token_prompt(model, cache):
+    torch.manual_seed(0)
+    return call(model, prompt(1), cache, 110, do_sample=True, temperature=2.0)
+
+
+MODES = [long_trace, padded_beams, two_turns, chunked_prompt, assisted, single_token_prompt]
+
+
+def skip_what_can_not_be(model, mode):
+    if mode is assisted and (model._is_stateful or model.config.model_type == "qwen3_next"):
+        pytest.skip("transformers does no assisted decoding with recurrent states")
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_never_evicting_is_what_dynamic_cache_does(name, mode):
+    model = family(name)
+    skip_what_can_not_be(model, mode)
+    expected = mode(model, DynamicCache(config=model.config))
+    cache = PagedCompactCache(model, budget=None)
+    assert torch.equal(mode(model, cache), expected)
+    cache.check()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_over_budget_each_query_sees_exactly_what_lives(name, mode):
+    model = family(name)
+    skip_what_can_not_be(model, mode)
+    cache = Watched(model, **SMALL)
+    handles = [cache.follow(model), all_logits(model)]
+    mode(model, cache)
+    for handle in handles:
+        handle.remove()
+    cache.check()
+    report = cache.report()
+    assert report.budget_bound == (report.full_layers > 0)
+    ids, positions, logits = cache.notes
+    if report.full_layers:
+        check_against_oracle(model, cache.trace, ids, logits, cache.mask, positions, atol=2e-4)
