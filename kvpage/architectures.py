@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpage.compat import Window, native_layers
+from kvpage.compat import INSTEAD, Window, native_layers
 from kvpage.rope import Rope, RopeSource
 
 Split = Callable[[Tensor, nn.Module], tuple[Tensor, Tensor]]
@@ -80,8 +80,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose frequencies do not change with the length."""
-
-INSTEAD = "use transformers' DynamicCache for it"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 releases before it."""
 
 
+INSTEAD = "not supported, use transformers' DynamicCache for it"
+
+
 @dataclass(frozen=True)
 class Window:
     """An attention layer; `tokens` `None`: it looks at all tokens."""
@@ -86,7 +89,7 @@ def native_layers(config: Any) -> list[Any]:
     kinds = list(getattr(config, "layer_types", None) or ())
     other = sorted(set(kinds) - plain)
     if "chunked_attention" in other or (other and StateLayer is None):
-        raise ValueError(f"model: {config.model_type!r} has layers {other}, not supported here")
+        raise ValueError(f"model: {config.model_type!r} has layers {other}; {INSTEAD}")
     layers = DynamicCache(config=config).layers
     return [_native_layer(config, layer) for layer in layers]
 
@@ -100,5 +103,5 @@ def _native_layer(config: Any, layer: Any) -> Any:
         return layer
     raise ValueError(
         f"model: {config.model_type!r} has a layer that transformers caches in a "
-        f"{type(layer).__name__}, not supported here; use transformers' DynamicCache for it"
+        f"{type(layer).__name__}; {INSTEAD}"
     )

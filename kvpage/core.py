@@ -241,7 +241,8 @@ class PagedCore(HookedCache):
     def _check_statistics(self, num_new: int) -> None:
         if self.scorer.needs_statistics and self._forwards.will_compact(num_new):
             for layer in self._stack.ranked:
-                layer.check_statistics()
+                if layer.is_initialized:
+                    layer.check_statistics()
 
     # Rows and copies.
 

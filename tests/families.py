@@ -141,3 +141,53 @@ def family(name: str, dtype: torch.dtype = torch.float32, **more: object):
     common = {} if "text_config" in traits else COMMON
     config = model_class.config_class(**(common | traits | more), attn_implementation=attention)
     return perturbed(model_class(config)).to(dtype).eval()
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+LONG = [1.0] * 4
+MIXED_WINDOWS = ["sliding_attention", "full_attention"] * 2
+REFUSED = {
+    "encoder-decoder": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2}),
+    "MLA": ("DeepseekV3ForCausalLM", SMALL),
+    "M-RoPE": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": SMALL
+            | {"num_attention_heads": 2, "num_key_value_heads": 1}
+            | {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+        },
+    ),
+    "longrope": (
+        "Phi3ForCausalLM",
+        COMMON
+        | HEADS_3
+        | {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": LONG,
+                "long_factor": LONG,
+            },
+        },
+    ),
+    "chunked attention": ("Llama4ForCausalLM", SMALL | {"intermediate_size_mlp": 32}),
+    "shared keys and values": (
+        "Gemma3nForCausalLM",
+        {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED_WINDOWS},
+    ),
+    "attention and state in one layer": ("FalconH1ForCausalLM", SMALL),
+    "ALiBi": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}),
+    "absolute positions": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+}
+"""Kinds of models that are refused by name, and one of each."""
+
+
+def refused_model(name: str):
+    """A model of a refused kind, without weights; `None` where transformers has none."""
+    class_name, traits = REFUSED[name]
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        return None
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**traits))

@@ -104,6 +104,8 @@ def snapshot(cache: PagedCompactCache) -> dict[str, Any]:
         "repr": repr(cache),
         "layers": [
             (layer.keys.clone(), layer.values.clone(), layer.storage.bytes_reserved)
+            if layer.is_initialized
+            else None
             for layer in cache.layers
         ],
         "survivors": [layer.survivors for layer in cache.layers],

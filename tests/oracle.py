@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
+from tiny import cache_name
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvpage import TracedCompaction
 from kvpage.architectures import describe
@@ -43,8 +45,12 @@ def allowed_columns(
 
 @contextmanager
 def masked(model: PreTrainedModel, trace: list[TracedCompaction], real: Tensor):
-    """Within it, every attention module of `model` sees only what `trace` left."""
+    """Within it, every attention module of `model` sees only what `trace` left.
 
+    Yields the slice of columns that the next forward is about, all of them unless it is changed.
+    """
+
+    about = {"start": 0, "stop": real.shape[1]}
     sites = describe(model).sites
     full = [site.layer_idx for site in sites if site.window is None]
     windows = {site.layer_idx: site.window for site in sites}
@@ -56,13 +62,14 @@ def masked(model: PreTrainedModel, trace: list[TracedCompaction], real: Tensor):
         else:
             allowed = allowed_columns([], 0, real, heads)
             allowed &= torch.ones_like(allowed).triu(1 - windows[index])
+        allowed = allowed[:, :, about["start"] : about["stop"], : about["stop"]]
         bias = torch.zeros(allowed.shape, dtype=model.dtype)
         kwargs["attention_mask"] = bias.masked_fill(~allowed, torch.finfo(model.dtype).min)
         return args, kwargs
 
     handles = [site.attention.register_forward_pre_hook(hook, with_kwargs=True) for site in sites]
     try:
-        yield
+        yield about
     finally:
         for handle in handles:
             handle.remove()
@@ -75,23 +82,39 @@ def oracle_logits(
     trace: list[TracedCompaction],
     real: Tensor | None = None,
     positions: Tensor | None = None,
+    stepwise: int = 0,
 ) -> Tensor:
-    """Logits `[B, T, V]` of `ids` `[B, T]` at `positions` in one forward without a cache."""
+    """Logits `[B, T, V]` of `ids` `[B, T]` at `positions` in one forward without a cache.
+
+    stepwise: with `DynamicCache`, so many tokens first and then one by one, where keys depend on
+    when they were seen.
+    """
     real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
     if positions is None:
         positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)
+    if stepwise:
+        starts = [0, *range(stepwise, ids.shape[1]), ids.shape[1]]
+        logits, cache = [], {cache_name(model): DynamicCache()}
+        with masked(model, trace, real) as about:
+            for start, stop in pairwise(starts):
+                about |= {"start": start, "stop": stop}
+                at = positions[:, start:stop]
+                logits.append(model(ids[:, start:stop], position_ids=at, **cache).logits)
+        return torch.cat(logits, dim=1)
     with masked(model, trace, real):
         mask = real.long()  # what keeps a state looks at no mask of ours
         return model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
 
 
-def check_against_oracle(model, trace, fed, logits, real=None, positions=None, atol=1e-4):
+def check_against_oracle(
+    model, trace, fed, logits, real=None, positions=None, atol=1e-4, stepwise=0
+):
     """`logits` `[B, n, V]` of the last `n` of the tokens `fed` `[B, T]` equal the oracle's."""
     real = torch.ones_like(fed) if real is None else real
     real = torch.nn.functional.pad(real, (0, fed.shape[1] - real.shape[1]), value=1).bool()
     count = logits.shape[1]
     asked = real[:, -count:]  # what a pad attends to is nobody's business
-    expected = oracle_logits(model, fed, trace, real, positions)[:, -count:]
+    expected = oracle_logits(model, fed, trace, real, positions, stepwise)[:, -count:]
     torch.testing.assert_close(logits[asked], expected[asked], atol=atol, rtol=1e-4)
-    unmasked = oracle_logits(model, fed, [], real, positions)[:, -count:]
+    unmasked = oracle_logits(model, fed, [], real, positions, stepwise)[:, -count:]
     assert (unmasked - expected)[asked].abs().max() > 1e-2  # the evicted tokens mattered

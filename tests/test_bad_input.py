@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from families import REFUSED, refused_model
 from helpers import SMALL, Text, assert_same, small_cache, snapshot
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -21,10 +23,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import kvpage
@@ -166,69 +164,59 @@ def tiny_llama(**overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(config | overrides))).eval()
 
 
-def tiny_t5() -> T5ForConditionalGeneration:
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    return T5ForConditionalGeneration(config).eval()
-
-
 def tiny_gpt2() -> GPT2LMHeadModel:
     config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     return GPT2LMHeadModel(config).eval()
-
-
-def windowed_mistral() -> MistralForCausalLM:
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            sliding_window=8,
-        )
-    )
-
-
-def dynamic_llama() -> LlamaForCausalLM:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    return tiny_llama(rope_parameters=rope)
 
 
 def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
 
-UNSUPPORTED = pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (tiny_t5, "the encoder-decoder T5ForConditionalGeneration"),
-        (tiny_gpt2, "architecture 'gpt2' is not supported"),
-        (windowed_mistral, "full attention in every layer expected, got sliding_window 8"),
-        (dynamic_llama, "RoPE of type 'dynamic' is not supported"),
-    ],
-    ids=["t5", "gpt2", "mistral with window", "llama with dynamic RoPE"],
-)
+REASONS = {
+    "encoder-decoder": "the encoder-decoder T5ForConditionalGeneration",
+    "MLA": "'deepseek_v3' has multi-head latent attention",
+    "M-RoPE": "has multimodal RoPE",
+    "longrope": "'phi3' has RoPE of type 'longrope'",
+    "chunked attention": "has layers ['chunked_attention']",
+    "shared keys and values": "has layers that share their keys and values",
+    "attention and state in one layer": "'falcon_h1' has",
+    "ALiBi": "architecture 'bloom' does not follow the pattern",
+    "absolute positions": "architecture 'gpt2' does not follow the pattern",
+}
+every_refusal = pytest.mark.parametrize("name", REFUSED)
 
 
-@UNSUPPORTED
-def test_unsupported_model_is_refused_by_name(make: Callable[[], nn.Module], reason: str) -> None:
-    model = make()
-    supported = ["supported are", "llama", "mistral", "qwen2", "qwen3"]
-    refuses(ValueError, "model:", reason, *supported, model=model)
-    with pytest.raises(ValueError, match="supported are"):
+def refused(name: str) -> nn.Module:
+    model = refused_model(name)
+    if model is None:
+        pytest.skip(f"this transformers has no {REFUSED[name][0]}")
+    return model
+
+
+@every_refusal
+def test_unsupported_model_is_refused_by_name_with_what_to_do_instead(name: str) -> None:
+    model = refused(name)
+    refuses(ValueError, "model:", REASONS[name], "use transformers' DynamicCache", model=model)
+    with pytest.raises(ValueError, match="not supported, use transformers"):
         kvpage.attach(model)
     assert num_hooks(model) == 0
 
 
-@pytest.mark.parametrize("make", [tiny_gpt2, windowed_mistral, dynamic_llama])
+def longrope_phi3() -> nn.Module:
+    class_name, traits = REFUSED["longrope"]
+    model_class = getattr(transformers, class_name)
+    return model_class(model_class.config_class(**traits))
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, longrope_phi3])
 @pytest.mark.parametrize("call", ["forward", "generate"])
 def test_unsupported_model_is_refused_at_the_first_forward(
     make: Callable[[], nn.Module], call: str
 ) -> None:
     model, cache = make(), PagedCompactCache()
     arguments = {"past_key_values": cache}
-    with pytest.raises(ValueError, match=r"model: .*supported are the dense decoders llama"):
+    with pytest.raises(ValueError, match=r"model: .*not supported, use transformers"):
         if call == "forward":
             model(torch.ones(1, 3, dtype=torch.long), **arguments)
         else:
@@ -620,7 +608,7 @@ def test_model_refuses_a_prompt_that_cannot_be_pinned() -> None:
     ids = torch.ones(1, BUDGET, dtype=torch.long)
     with pytest.raises(ValueError, match=f"pin_prompt: .*expected, got {BUDGET}"):
         model(ids, past_key_values=cache)
-    assert cache.get_seq_length() == 0 and not cache.layers
+    assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
     model(ids[:, :40], past_key_values=cache)
     assert cache.get_seq_length() == 40
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 import kvpage
 from kvpage import PagedCompactCache
 
+pytestmark = pytest.mark.core
 SMALL = {"budget": 64, "interval": 24, "recent": 16}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import FAMILIES, family
 from oracle import check_against_oracle
-from test_modes import call, left_padded
+from test_modes import call, left_padded, name_of
 from tiny import prompt
 from transformers import DynamicCache
 from watched import Watched, all_logits
@@ -41,7 +41,13 @@ def single_token_prompt(model, cache):
     return call(model, prompt(1), cache, 110, do_sample=True, temperature=2.0)
 
 
-MODES = [long_trace, padded_beams, two_turns, chunked_prompt, assisted, single_token_prompt]
+CORE = [long_trace, padded_beams, assisted]
+MODES = [
+    *(pytest.param(mode, marks=pytest.mark.core) for mode in CORE),
+    two_turns,
+    chunked_prompt,
+    single_token_prompt,
+]
 
 
 def skip_what_can_not_be(model, mode):
@@ -49,7 +55,7 @@ def skip_what_can_not_be(model, mode):
         pytest.skip("transformers does no assisted decoding with recurrent states")
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("mode", MODES, ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_never_evicting_is_what_dynamic_cache_does(name, mode):
     model = family(name)
@@ -60,11 +66,15 @@ def test_never_evicting_is_what_dynamic_cache_does(name, mode):
     cache.check()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("mode", MODES, ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_over_budget_each_query_sees_exactly_what_lives(name, mode):
-    model = family(name)
+    model, stepwise = family(name), 0
     skip_what_can_not_be(model, mode)
+    if name == "llama-dynamic":  # a key depends on the length at which it was cached
+        stepwise = {long_trace: 30, single_token_prompt: 1}.get(mode)
+        if stepwise is None:
+            pytest.skip("the oracle repeats the forwards of the plain modes only")
     cache = Watched(model, **SMALL)
     handles = [cache.follow(model), all_logits(model)]
     mode(model, cache)
@@ -75,4 +85,4 @@ def test_over_budget_each_query_sees_exactly_what_lives(name, mode):
     assert report.budget_bound == (report.full_layers > 0)
     ids, positions, logits = cache.notes
     if report.full_layers:
-        check_against_oracle(model, cache.trace, ids, logits, cache.mask, positions, atol=2e-4)
+        check_against_oracle(model, cache.trace, ids, logits, cache.mask, positions, 2e-4, stepwise)
