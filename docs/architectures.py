@@ -30,7 +30,7 @@ from kvpage.compat import INSTEAD
 
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 HEADER = (
-    "| family: `model_type` | layers | RoPE of the layers that are ranked | under budget | over budget |\n"
+    "| family: `model_type` | layers | RoPE of the layers ranked | under budget | over budget |\n"
     "| --- | --- | --- | --- | --- |"
 )
 

@@ -12,7 +12,6 @@ from transformers.models.llama import modeling_llama
 
 from kvpage import PagedCompactCache, compat
 
-
 pytestmark = pytest.mark.core
 
 
