@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 from kvpage import PagedCompactCache
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from smollm2 import fetch_smollm2
+from small_models import fetch_smollm2
 
 BUDGET = 1024
 INTERVAL = 128

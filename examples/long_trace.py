@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from rich.console import Console
 from rich.table import Table
-from smollm2 import fetch_smollm2
+from small_models import fetch_smollm2
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (

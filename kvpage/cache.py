@@ -14,7 +14,6 @@ from kvpage.centroids import Statistics
 from kvpage.compat import not_compiled, warn_if_untested
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.core import PagedCore
-from kvpage.layer import PagedLayer
 from kvpage.report import Report, report_on
 from kvpage.scoring import resolve_scorer
 from kvpage.settings import PinPrompt, Settings
@@ -30,7 +29,9 @@ class PagedCompactCache(PagedCore, Cache):
 
     Args:
         model: hook this model now, rather than the first that is called with the cache.
-        budget: live tokens per row and KV head that a compaction leaves; `None` never evicts.
+        budget: live tokens per row and KV head that a compaction leaves in layers of full attention;
+            `None` never evicts. Layers with a sliding window keep their window, layers with a
+            recurrent state their state.
         interval: tokens appended between two compactions; a row holds at most
             `budget + interval` tokens once its prompt was compacted.
         block_size: tokens per block, the unit of allocation.
@@ -47,7 +48,7 @@ class PagedCompactCache(PagedCore, Cache):
     `ValueError` for a model that is not supported.
     """
 
-    layers: list[PagedLayer]  # type: ignore[assignment]
+    layers: list[Any]
 
     def __init__(
         self,
@@ -186,8 +187,8 @@ class PagedCompactCache(PagedCore, Cache):
     def statistics(self, layer_idx: int) -> Statistics:
         """Queries and keys before RoPE seen so far at `layer_idx`, per row and head.
 
-        Raises `IndexError` for a layer that has seen nothing, `ValueError` when none are collected:
-        the scorer needs no statistics, or the layer is none of full attention.
+        Raises `IndexError` for a layer there is not, `ValueError` when nothing was collected: the
+        layer has seen nothing, is none of full attention, or the scorer needs no statistics.
         """
         layer = self.layers[layer_idx]
         if layer not in self._stack.ranked:

@@ -29,7 +29,8 @@ class TracedCompaction:
     seen_tokens: int
     """Tokens each row had seen when it ran."""
     positions: list[Tensor] = field(default_factory=list)
-    """Per layer, int32 `[B, Hkv, kept]` on the CPU: token positions that live on, pads -1."""
+    """Per layer of full attention, int32 `[B, Hkv, kept]` on the CPU: token positions that live on,
+    pads -1."""
 
     def select_rows(self, rows: Tensor) -> TracedCompaction:
         """What it left of the rows `rows`."""

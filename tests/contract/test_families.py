@@ -11,34 +11,34 @@ from watched import Watched, all_logits
 
 from kvpage import PagedCompactCache
 
-SMALL = {"budget": 64, "interval": 24, "recent": 16, "trace": True}
+SMALL = {"budget": 40, "interval": 16, "recent": 8, "trace": True}
 
 
 def long_trace(model, cache):
-    return call(model, prompt(30), cache, 120)
+    return call(model, prompt(30), cache, 70)
 
 
 def padded_beams(model, cache):
     ids, mask = left_padded()
-    return call(model, ids, cache, 70, attention_mask=mask, num_beams=2)
+    return call(model, ids, cache, 45, attention_mask=mask, num_beams=2)
 
 
 def two_turns(model, cache):
-    first = call(model, prompt(30), cache, 50)
-    return call(model, torch.cat((first, prompt(40, seed=1)), dim=1), cache, 30)
+    first = call(model, prompt(30), cache, 30)
+    return call(model, torch.cat((first, prompt(40, seed=1)), dim=1), cache, 20)
 
 
 def chunked_prompt(model, cache):
-    return call(model, prompt(150), cache, 30, prefill_chunk_size=32)
+    return call(model, prompt(150), cache, 20, prefill_chunk_size=32)
 
 
 def assisted(model, cache):
-    return call(model, prompt(6).repeat(1, 5), cache, 100, prompt_lookup_num_tokens=5)
+    return call(model, prompt(6).repeat(1, 5), cache, 60, prompt_lookup_num_tokens=5)
 
 
 def single_token_prompt(model, cache):
     torch.manual_seed(0)
-    return call(model, prompt(1), cache, 110, do_sample=True, temperature=2.0)
+    return call(model, prompt(1), cache, 80, do_sample=True, temperature=2.0)
 
 
 CORE = [long_trace, padded_beams, assisted]
