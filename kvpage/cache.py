@@ -29,7 +29,7 @@ class PagedCompactCache(PagedCore, Cache):
 
     Args:
         model: hook this model now, rather than the first that is called with the cache.
-        budget: live tokens per row and KV head that a compaction leaves in layers of full attention;
+        budget: live tokens per row and KV head that compaction leaves in layers of full attention;
             `None` never evicts. Layers with a sliding window keep their window, layers with a
             recurrent state their state.
         interval: tokens appended between two compactions; a row holds at most
