@@ -100,6 +100,11 @@ class AttentionSite:
     groups: int = 1
     """Query heads per KV head."""
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that are hooked."""
+        return tuple(m for m in (self.attention, self.query, self.key) if m is not None)
+
 
 @dataclass(frozen=True)
 class Decoder:

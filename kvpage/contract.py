@@ -20,9 +20,13 @@ class ModelKey:
         self.num_layers = len(self.native_layers())
         self.num_attention_layers = len(decoder.sites)
         self.num_full_layers = sum(site.window is None for site in decoder.sites)
-        self.ropes = {site.layer_idx: site.rope for site in decoder.sites}
+        self.see_ropes(decoder)
         self.groups = {site.layer_idx: site.groups for site in decoder.sites}
         """By layer: query heads per KV head."""
+
+    def see_ropes(self, decoder: Decoder) -> None:
+        """Take the RoPEs as they are now: a cast of the model changes their frequencies."""
+        self.ropes = {site.layer_idx: site.rope for site in decoder.sites}
 
     def native_layers(self) -> list[Any]:
         """How each layer is cached: a `Window` of attention, or a new state of transformers'."""

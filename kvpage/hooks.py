@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvpage.architectures import AttentionSite, Decoder, Split, decoder_of, describe
+from kvpage.architectures import AttentionSite, Split, decoder_of, describe
 from kvpage.compat import cache_argument, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 
@@ -217,14 +217,30 @@ class Attachment:
     handles: list[RemovableHandle] = field(default_factory=list)
     outer: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Models around the decoder that are hooked too."""
+    inner: list[RemovableHandle] = field(default_factory=list)
+    """Hooks on modules within the decoder; `handles` has the others."""
+    hooked: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """Those modules, in order."""
     users: weakref.WeakSet[HookedCache] = field(default_factory=weakref.WeakSet)
     explicit: bool = False
 
     def remove(self) -> None:
-        for handle in self.handles:
+        for handle in self.handles + self.inner:
             handle.remove()
         self.handles.clear()
+        self.inner.clear()
         self.outer.clear()
+
+    def hook_sites(self, sites: tuple[AttentionSite, ...]) -> None:
+        """Hook the modules of `sites`, unless they are; rather than what adapters or quantisers
+        have replaced since."""
+        modules = [module for site in sites for module in site.modules]
+        if self.inner and [reference() for reference in self.hooked] == modules:
+            return
+        for handle in self.inner:
+            handle.remove()
+        self.inner = [handle for site in sites for handle in _install_site(site, self.key)]
+        self.hooked = [weakref.ref(module) for module in modules]
 
     def join(self, cache: HookedCache) -> None:
         """Stay for as long as `cache` lives."""
@@ -248,12 +264,15 @@ _lock = threading.RLock()
 def _attachment_of(model: nn.Module) -> Attachment:
     """The attachment of `model`, hooked now if it is not; `ValueError` where unsupported."""
     with _lock:
-        decoder = decoder_of(model)
+        described = describe(model)
+        decoder = described.module
         attachment = _attachments.get(decoder)
         if attachment is None:
-            attachment = _attachments[decoder] = Attachment(ModelKey(describe(model)))
+            attachment = _attachments[decoder] = Attachment(ModelKey(described))
         if not attachment.handles:
-            attachment.handles = list(_install(describe(model), attachment.key))
+            attachment.handles.append(_hook_decoder(decoder, attachment.key))
+        attachment.hook_sites(described.sites)
+        attachment.key.see_ropes(described)
         for outer in _models_around(decoder, model):
             if outer not in attachment.outer:
                 attachment.outer.add(outer)
@@ -271,12 +290,10 @@ def _models_around(decoder: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _install(decoder: Decoder, key: ModelKey) -> Iterator[RemovableHandle]:
-    signature = inspect.signature(type(decoder.module).forward)
+def _hook_decoder(decoder: nn.Module, key: ModelKey) -> RemovableHandle:
+    signature = inspect.signature(type(decoder).forward)
     hook = DecoderHook(key, tuple(signature.parameters)[1:])
-    yield decoder.module.register_forward_pre_hook(hook, with_kwargs=True)
-    for site in decoder.sites:
-        yield from _install_site(site, key)
+    return decoder.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _install_site(site: AttentionSite, key: ModelKey) -> Iterator[RemovableHandle]:

@@ -139,7 +139,7 @@ class Custom:
     def __call__(
         self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
     ) -> Tensor:
-        scores = self.function(keys, statistics, next_position)
+        scores = self.function(keys, statistics, next_position.to(keys.device))
         batch, kv_heads, live, _ = keys.shape
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             raise TypeError(f"scorer: a float tensor expected, got {_describe(scores)}")
