@@ -15,33 +15,9 @@ from kvpage.compaction import Protection
 from kvpage.layer import DueCompaction
 from kvpage.ledger import Step
 from kvpage.pins import Pins
-from kvpage.positions import TokenPositions
+from kvpage.positions import Announcement, TokenPositions
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
-
-
-@dataclass
-class Announcement:
-    """What the hooks said of the running forward before its first layer."""
-
-    num_new: int
-    drafts: int = 0
-    """How many of the new tokens, the last ones, are speculative."""
-    real: Tensor | None = None
-    """bool `[B, q]`, False for pads; `None` when no mask was given."""
-    position_ids: Tensor | None = None
-    """int64 `[1 or B, q]`."""
-
-    def position_of(self, index: int) -> Tensor | None:
-        """int64 `[1 or B]`: the position of new token `index`, or of the row's first behind it
-        that is no pad."""
-        if self.position_ids is None:
-            return None
-        if self.real is None:
-            return self.position_ids[:, index]
-        first = self.real[:, index:].int().argmax(dim=1, keepdim=True) + index
-        first = first.to(self.position_ids.device)
-        return self.position_ids.expand(first.shape[0], -1).gather(1, first)[:, 0]
 
 
 @dataclass

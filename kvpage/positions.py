@@ -8,11 +8,36 @@ range while no row was ever padded.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 PAD = -1
+
+
+@dataclass
+class Announcement:
+    """What the hooks said of the running forward before its first layer."""
+
+    num_new: int
+    drafts: int = 0
+    """How many of the new tokens, the last ones, are speculative."""
+    real: Tensor | None = None
+    """bool `[B, q]`, False for pads; `None` when no mask was given."""
+    position_ids: Tensor | None = None
+    """int64 `[1 or B, q]`."""
+
+    def position_of(self, index: int) -> Tensor | None:
+        """int64 `[1 or B]`: the position of new token `index`, or of the row's first behind it
+        that is no pad."""
+        if self.position_ids is None:
+            return None
+        if self.real is None:
+            return self.position_ids[:, index]
+        first = self.real[:, index:].int().argmax(dim=1, keepdim=True) + index
+        first = first.to(self.position_ids.device)
+        return self.position_ids.expand(first.shape[0], -1).gather(1, first)[:, 0]
 
 
 class TokenPositions:
