@@ -117,7 +117,10 @@ class PagedCore(HookedCache):
     def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
         key, storage = self._meeting.key, self.layers[layer_idx].storage
         assert key is not None
-        heads = storage.keys.shape[0] * key.groups[layer_idx]
+        if storage is None:
+            heads = key.config.num_attention_heads
+        else:  # also right where a rank has but some of the heads
+            heads = storage.keys.shape[0] * key.groups[layer_idx]
         batch, new = hidden.shape[:2]
         length = self._forwards.appends_to() + new
         if mask is None:
@@ -204,15 +207,16 @@ class PagedCore(HookedCache):
         of the queries and keys that the hooks captured."""
         if forward.due is not None:
             self._note(layer)
-        vectors = None
+        vectors, statistics = None, None
         if call is not None and self.scorer.needs_statistics:
             assert call.queries is not None and call.keys is not None
             vectors = Vectors(_leaf(call.queries), _leaf(call.keys), forward.real)
+            statistics = layer.collector(vectors, self._rope(layer_idx))
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
             layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)
-        if vectors is not None:
-            layer.collector(vectors, self._rope(layer_idx)).add(vectors)
+        if statistics is not None and vectors is not None:
+            statistics.add(vectors)
 
     def _commit(self) -> None:
         """Carry out the compaction that became due at a draft which is there to stay."""

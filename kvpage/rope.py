@@ -74,6 +74,7 @@ class Rope:
                 f"head_dim: at least {2 * self.bands} rotated dimensions expected, got "
                 f"{after.shape[-1]}"
             )
+        before, after = before.detach(), after.detach()
         expected, got = self.rotated(before, positions), after.cpu().double()
         # The model's float32 angles are off by about 1e-7 of themselves; then rounding of cos, sin
         # and products in the dtype.
