@@ -61,8 +61,10 @@ COMMON = Architecture()
 """The pattern of Llama, Mistral, Qwen, Gemma, OLMo 2, Granite, StarCoder 2 and many others."""
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "apertus": Architecture(heads_first=True),
     "cohere": Architecture(interleaved=True),
     "cohere2": Architecture(interleaved=True, rotates=lambda a: a.sliding_window is not None),
+    "ernie4_5": Architecture(interleaved=True),
     "exaone4": Architecture(
         heads_first=True, rotates=lambda a: a.sliding_window is None or a.is_sliding
     ),
@@ -73,10 +75,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoehybrid": Architecture(
         rotates=lambda a: a.config.position_embedding_type == "rope",
     ),
+    "helium": Architecture(interleaved=True),
     "phi3": Architecture(query=("qkv_proj",), split=_stacked),
     "smollm3": Architecture(rotates=lambda a: bool(a.use_rope)),
 }
 """`config.model_type` -> what is not as in `COMMON`."""
+
+MIXES_HEADS = {"diffllama", "doge"}
+"""`config.model_type` of those whose attention reads values across KV heads, or builds its own mask
+from them: which tokens live may not differ by head there."""
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose frequencies do not change with the length."""
@@ -128,7 +135,10 @@ def decoder_of(model: nn.Module) -> Any:
             f"model: a decoder-only model expected, got the encoder-decoder "
             f"{type(model).__name__}; {INSTEAD}"
         )
-    return model.get_decoder()
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        raise ValueError(f"model: {type(model).__name__} names no decoder of its own; {INSTEAD}")
+    return decoder
 
 
 def describe(model: nn.Module) -> Decoder:
@@ -191,11 +201,13 @@ def _unknown(config: Any, found: str) -> ValueError:
 def _check_config(config: Any) -> None:
     """Raise `ValueError` for what can be seen in the config to be unsupported."""
     refused = None
-    if getattr(config, "kv_lora_rank", None):
+    if config.model_type in MIXES_HEADS:
+        refused = "attention that reads values of other KV heads"
+    elif _field(config, "kv_lora_rank"):
         refused = "multi-head latent attention (MLA)"
-    elif getattr(config, "alibi", False):
+    elif _field(config, "alibi"):
         refused = "ALiBi, whose biases go by the place in the cache"
-    elif getattr(config, "num_kv_shared_layers", 0):
+    elif _field(config, "num_kv_shared_layers"):
         refused = "layers that share their keys and values"
     elif any("mrope_section" in rope for rope in _rope_parameters(config)):
         refused = "multimodal RoPE (M-RoPE)"
@@ -203,6 +215,13 @@ def _check_config(config: Any) -> None:
         refused = "RoPE of type 'longrope', which makes transformers drop the cache at the switch"
     if refused is not None:
         raise ValueError(f"model: {config.model_type!r} has {refused}; {INSTEAD}")
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # transformers has configs whose fields differ by layer
+        raise ValueError(f"model: {config.model_type!r}: {error}; {INSTEAD}") from None
 
 
 def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:

@@ -210,7 +210,7 @@ class PagedCompactCache(PagedCore, Cache):
         )
 
     def __repr__(self) -> str:
-        ledger = self.ledger
+        ledger = self._stack.shown
         return (
             f"PagedCompactCache({self._meeting.name or 'no model yet'}, "
             f"scorer={self.scorer_name}, budget={self.settings.budget}, "

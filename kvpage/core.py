@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpage.centroids import Vectors
+from kvpage.compat import INSTEAD
 from kvpage.contract import HookedCache, ModelKey
 from kvpage.forwards import Forward, Forwards
 from kvpage.hooks import Call, take_call
@@ -178,21 +179,29 @@ class PagedCore(HookedCache):
     ) -> None:
         """Raise unless the hooks saw queries and keys, and the keys turn to what is to be cached.
 
-        The latter once per layer, at the first forward whose positions tell.
+        The latter at the first forward whose positions tell, and whenever the text has doubled.
         """
+        where = f"layer {layer_idx} of {self._meeting.name}"
         if call.queries is None or call.keys is None:
-            raise RuntimeError("queries or keys of this layer did not pass kvpage's hooks")
-        if layer.rope_checked:
+            raise RuntimeError(
+                f"queries or keys of {where} did not pass kvpage's hooks: a module was replaced "
+                f"since (make a new cache), or the model does not call it ({INSTEAD})"
+            )
+        new = key_states.shape[2]
+        if self.ledger.seen + new < layer.rope_check_at:
             return
-        last = min(key_states.shape[2], ROPE_CHECK_TOKENS)
-        positions = self._forwards.latest_positions(key_states.shape[2], last)
+        last = min(new, ROPE_CHECK_TOKENS)
+        positions = self._forwards.latest_positions(new, last)
         if positions is None or int(positions.max()) <= 0:
             return
-        batch, kv_heads, new, _ = key_states.shape
+        batch, kv_heads = key_states.shape[:2]
         before = call.keys.reshape(batch, new, kv_heads, -1).transpose(1, 2)
-        rope = self._rope(layer_idx)()
-        rope.check(before[:, :, -last:], key_states[:, :, -last:], positions)
-        layer.rope_checked = True
+        try:
+            rope = self._rope(layer_idx)()
+            rope.check(before[:, :, -last:], key_states[:, :, -last:], positions)
+        except ValueError as error:
+            raise ValueError(f"model: {where}: {error}; {INSTEAD}") from None
+        layer.rope_check_at = 2 * (self.ledger.seen + new)
 
     def _rope(self, layer_idx: int) -> RopeSource:
         assert self._meeting.key is not None

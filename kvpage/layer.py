@@ -77,7 +77,8 @@ class PagedLayer(CacheLayerMixin):
         """int64 `[B, Hkv, budget]`: slots that stay if the draft that makes it due is accepted."""
         self.step_index = 0
         self.compaction_seconds = 0.0
-        self.rope_checked = False
+        self.rope_check_at = 0
+        """Tokens at which the keys are compared with what is assumed of the model's RoPE again."""
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]

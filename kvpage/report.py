@@ -151,7 +151,7 @@ def report_on(
         block_size=settings.block_size,
         batch_size=ledger.batch_size,
         seen_tokens=ledger.seen,
-        live_tokens=sliding.live if sliding is not None and counts_only else ledger.live,
+        live_tokens=stack.shown.live,
         blocks_used=pool.num_used_blocks,
         blocks_free=pool.num_free_blocks,
         blocks_peak=0 if counts_only else ledger.blocks_peak,

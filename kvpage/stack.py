@@ -35,6 +35,11 @@ class LayerStack:
         return [layer for layer in self.paged if not layer.is_sliding]
 
     @property
+    def shown(self) -> Ledger:
+        """The ledger to describe the cache by: the sliding one where no layer is ranked."""
+        return self.ledger if self.sliding is None or self.ranked else self.sliding
+
+    @property
     def ledgers(self) -> list[Ledger]:
         return [self.ledger] if self.sliding is None else [self.ledger, self.sliding]
 

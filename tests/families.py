@@ -61,6 +61,9 @@ FAMILIES = {
     "cohere": ("CohereForCausalLM", HEADS_3),
     "cohere-norm": ("CohereForCausalLM", HEADS_3 | {"use_qk_norm": True}),
     "cohere2": ("Cohere2ForCausalLM", HEADS_3 | SLIDES),
+    "ernie4_5": ("Ernie4_5ForCausalLM", HEADS_3),
+    "helium": ("HeliumForCausalLM", HEADS_16 | {"hidden_size": 64}),
+    "apertus": ("ApertusForCausalLM", HEADS_3),
     "glm4": ("Glm4ForCausalLM", HEADS_16 | HALF),
     "glm": ("GlmForCausalLM", HEADS_16 | HALF),
     "granite": ("GraniteForCausalLM", HEADS_3),
@@ -189,6 +192,11 @@ REFUSED = {
         {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED_WINDOWS},
     ),
     "attention and state in one layer": ("FalconH1ForCausalLM", SMALL),
+    "values of other heads": ("DiffLlamaForCausalLM", SMALL),
+    "no decoder": (
+        "ModernBertDecoderForCausalLM",
+        SMALL | {"num_attention_heads": 2, "pad_token_id": 0},
+    ),
     "ALiBi": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}),
     "absolute positions": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
 }

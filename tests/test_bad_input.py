@@ -181,6 +181,8 @@ REASONS = {
     "chunked attention": "has layers ['chunked_attention']",
     "shared keys and values": "has layers that share their keys and values",
     "attention and state in one layer": "'falcon_h1' has",
+    "values of other heads": "'diffllama' has attention that reads values of other KV heads",
+    "no decoder": "ModernBertDecoderForCausalLM names no decoder of its own",
     "ALiBi": "architecture 'bloom' does not follow the pattern",
     "absolute positions": "architecture 'gpt2' does not follow the pattern",
 }
