@@ -7,7 +7,8 @@ import kvpage
 
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
-    {"blocks", "compat", "rope", "settings", "positions", "kernels.reference"},
+    {"blocks", "compat", "rope", "settings", "positions", "kernels.reference"}
+    | {"kernels.triton_move_slots", "kernels.triton_score_tokens"},
     {"kernels", "ledger", "architectures", "centroids"},
     {"contract", "storage", "scoring"},
     {"hooks", "compaction"},
@@ -19,13 +20,14 @@ ORDER = [  # a module imports only from lines above its own
     {"kvpage"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer", "meeting"}
-KNOW_TRITON: set[str] = set()
+KNOW_TRITON = {"kernels.triton_move_slots", "kernels.triton_score_tokens"}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, on_import: bool = False) -> set[str]:
+    """All modules that a file imports, or those it imports as it is imported itself."""
+    found, tree = set(), ast.parse(path.read_text())
+    for node in tree.body if on_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -62,6 +64,13 @@ def test_only_the_modules_named_know_transformers_and_triton():
         assert ("transformers" in roots) <= (name in KNOW_TRANSFORMERS), name
         assert ("triton" in roots) <= (name in KNOW_TRITON), name
         assert not (name in TENSOR_FREE and "torch" in roots), name
+
+
+def test_importing_kvpage_does_not_import_triton():
+    for path in PACKAGE.rglob("*.py"):
+        if not path.name.startswith("triton_"):
+            targets = imports(path, on_import=True)
+            assert not targets & {"triton", *(f"kvpage.{name}" for name in KNOW_TRITON)}, path
 
 
 def code_lines(path: Path) -> int:

@@ -1,5 +1,48 @@
-"""Tensor operations over blocks, each with one signature."""
+"""Tensor operations over blocks, each with one signature.
 
-from kvpage.kernels.reference import key_norms, move_slots, score_tokens
+`reference` defines them in plain torch. Tensors on a CUDA or HIP device go to Triton, which is
+imported then and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+import kvpage.kernels.reference as reference
+from kvpage.kernels.reference import key_norms
 
 __all__ = ["key_norms", "move_slots", "score_tokens"]
+
+
+def score_tokens(
+    keys: Tensor, direction: Tensor, norm_weight: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Score every key against the expected coming queries: see `reference.score_tokens`."""
+    if keys.device.type != "cuda" or direction.dtype != torch.float32:
+        return reference.score_tokens(keys, direction, norm_weight, interleaved)
+    with _triton_needed():
+        from kvpage.kernels.triton_score_tokens import score_tokens as launch
+    return launch(keys, direction, norm_weight, interleaved)
+
+
+def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:
+    """Copy tokens from slots to slots, in order: see `reference.move_slots`."""
+    if blocks.device.type != "cuda":
+        return reference.move_slots(blocks, source, target, into)
+    with _triton_needed():
+        from kvpage.kernels.triton_move_slots import move_slots as launch
+    return launch(blocks, source, target, into)
+
+
+@contextmanager
+def _triton_needed() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise RuntimeError("tensors on a GPU need Triton: pip install triton") from error

@@ -1,0 +1,73 @@
+"""Runs the Triton kernels on CPU tensors, in a process of its own.
+
+Triton decides when it is imported whether kernels are compiled or interpreted, and other tests of
+the same process may have imported it, so that `TRITON_INTERPRET` is set in the other process only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Interpreter:
+    """`interpreter(op, *args)` is what the Triton version of `op` returns, else its last tensor.
+
+    Tensors arrive as they lie: the whole of their memory, with shape, strides and offset.
+    """
+
+    def __enter__(self) -> Interpreter:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_interpret)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def __call__(self, op: str, *args: Tensor | bool) -> Tensor:
+        same = [next(j for j, other in enumerate(args) if other is arg) for arg in args]
+        sent = [_pack(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        return _unpack(self.call(_run, op, sent, same))
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._pool.submit(function, *args).result()
+
+
+def triton_version(op: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"kvpage.kernels.triton_{op}"), op)
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def _pack(tensor: Tensor) -> tuple:
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    raw = memory.numpy().tobytes()
+    return raw, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _unpack(packed: tuple) -> Tensor:
+    raw, dtype, *place = packed
+    if not raw:
+        return torch.empty(place[0], dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).as_strided(*place)
+
+
+def _run(op: str, sent: list, same: list[int]) -> tuple:
+    args: list = []
+    for first, arg in zip(same, sent, strict=True):
+        if first < len(args):
+            args.append(args[first])
+        else:
+            args.append(_unpack(arg) if isinstance(arg, tuple) else arg)
+    result = triton_version(op)(*args)
+    return _pack(args[-1] if result is None else result)

@@ -1,0 +1,295 @@
+"""Each Triton kernel, interpreted on the CPU, against its reference; and who goes where."""
+
+from __future__ import annotations
+
+import random
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import Interpreter, triton_version
+from test_storage import PLANS
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvpage import kernels
+from kvpage.blocks import Layout
+from kvpage.kernels import reference
+from kvpage.storage import LayerStorage
+
+LIVE = [1, 15, 16, 17, 300]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROTATED = {  # bands of head_dim D, interleaved
+    "half": (lambda dim: dim // 2, False),
+    "interleaved": (lambda dim: dim // 2, True),
+    "partial": (lambda dim: dim // 4, False),
+    "partial, interleaved": (lambda dim: dim // 5, True),
+    "none": (lambda dim: 0, False),
+}
+every_layout = pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED)
+
+
+@pytest.fixture(scope="module")
+def triton():
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with Interpreter() as interpreter:
+        yield interpreter
+
+
+def queries(groups: int, dim: int, bands: int, batch: int = 2, kv_heads: int = 2):
+    heads = groups * kv_heads
+    return torch.randn(batch, heads, dim), torch.randn(batch, heads, bands).abs()
+
+
+def check_scores(triton, keys: Tensor, u: Tensor, w: Tensor, interleaved: bool) -> None:
+    """Within twice the error of the float32 reference, or one unit in the last place."""
+    exact = reference.score_tokens(keys, u.double(), w.double(), interleaved)
+    plain = reference.score_tokens(keys, u, w, interleaved)
+    got = triton("score_tokens", keys, u, w, interleaved)
+    assert got.dtype == torch.float32 and got.shape == exact.shape
+    error, allowed = (got - exact).abs().max(), (plain - exact).abs().max()
+    assert error <= max(2 * allowed, torch.finfo(torch.float32).eps * exact.abs().max())
+
+
+@every_layout
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_scores_equal_the_reference(triton, rotated, groups, dim):
+    torch.manual_seed(0)
+    bands, interleaved = rotated[0](dim), rotated[1]
+    keys = torch.randn(2, 2, 17, dim).bfloat16()
+    check_scores(triton, keys, *queries(groups, dim, bands), interleaved)
+
+
+@every_layout
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_equal_the_reference_at_odd_lengths(triton, rotated, live, dtype):
+    torch.manual_seed(live)
+    bands, interleaved = rotated[0](80), rotated[1]
+    keys = torch.randn(2, 2, live, 80).to(dtype)
+    check_scores(triton, keys, *queries(2, 80, bands), interleaved)
+
+
+@pytest.mark.parametrize(("dim", "bands", "groups"), [(96, 48, 4), (256, 128, 16), (24, 5, 1)])
+def test_scores_equal_the_reference_for_other_heads(triton, dim, bands, groups):
+    torch.manual_seed(0)
+    keys = torch.randn(2, 2, 40, dim).half()
+    check_scores(triton, keys, *queries(groups, dim, bands), False)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        torch.randn(2, 33, 2, 64).transpose(1, 2),
+        torch.randn(2, 2, 64, 33).mT,
+        torch.randn(1, 2, 33, 64).expand(2, -1, -1, -1),
+        torch.randn(4, 3, 99, 70)[1:3, 1:, ::3, 5:-1],
+    ],
+    ids=["heads inside", "tokens inside", "one row twice", "sliced"],
+)
+def test_scores_of_keys_that_lie_in_any_way(triton, keys, interleaved):
+    check_scores(triton, keys, *queries(2, 64, 32), interleaved)
+
+
+@pytest.mark.parametrize("tables", [((1, 2, 3), (6, 7, 8)), ((4, 0, 7), (2, 8, 5))], ids=str)
+@pytest.mark.parametrize("live", [1, 31, 33, 48])
+def test_free_slots_never_show_in_scores(triton, tables, live):
+    """Read where they lie, or gathered; whatever is not live is NaN."""
+    empty = torch.empty(1, 2, 0, 64)
+    storage, layout = LayerStorage(16, empty, empty), Layout(tables)
+    storage.replace(*torch.full((2, 2, 10, 16, 64), torch.nan))
+    for table in tables:
+        slots = [table[token // 16] * 16 + token % 16 for token in range(live)]
+        storage.keys.view(2, -1, 64)[:, slots] = torch.randn(2, live, 64)
+    keys, _ = storage.read(layout, live)
+    assert keys.isfinite().all()
+    check_scores(triton, keys, *queries(3, 64, 32), False)
+
+
+def test_no_live_token_has_no_score(triton):
+    assert triton("score_tokens", torch.empty(2, 2, 0, 64), *queries(1, 64, 32)).shape == (2, 2, 0)
+
+
+def bytes_to_move(op: str, *args: Tensor) -> int:
+    return import_module(f"kvpage.kernels.triton_{op}").bytes_to_move(*args)
+
+
+def test_bytes_to_move_count_every_tensor_once_and_moved_tokens_twice(triton):
+    keys, (u, w) = torch.empty(2, 2, 9, 64, dtype=torch.float16), queries(3, 64, 32)
+    expected = sum(t.nbytes for t in (keys, u, w, reference.score_tokens(keys, u, w)))
+    assert triton.call(bytes_to_move, "score_tokens", keys, u, w) == expected
+    blocks, source = torch.empty(2, 5, 4, 64), torch.zeros(3, 2, 7, dtype=torch.int64)
+    expected = 2 * 3 * 2 * 7 * 64 * 4 + 8 * 3 * 7 * (2 + 1)
+    assert triton.call(bytes_to_move, "move_slots", blocks, source, source[:, 0]) == expected
+
+
+# Moving tokens.
+
+
+def moves(tables, size: int, survivors: Tensor) -> tuple[Tensor, Tensor]:
+    """Where live slots `survivors` `[B, Hkv, kept]` come from and go to under `tables`."""
+    slots = torch.tensor([[b * size + i for b in table for i in range(size)] for table in tables])
+    source = slots[:, None].expand(-1, survivors.shape[1], -1).gather(2, survivors)
+    return source, slots[:, : survivors.shape[2]]
+
+
+def check_moves(triton, blocks: Tensor, source: Tensor, target: Tensor, into=None) -> None:
+    """Bit for bit as the reference, and nothing else changes."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[blocks.itemsize]
+    got = triton("move_slots", blocks, source, target, blocks if into is None else into)
+    old = blocks.view(integer).clone()
+    new = old if into is None else into.view(integer).clone()
+    reference.move_slots(old, source, target, new)
+    assert torch.equal(got.view(integer), new)
+
+
+SCATTERED = tuple(tuple(random.Random(7).sample(range(90), 90)[i::2]) for i in range(2))
+
+
+@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("tables", [(tuple(range(45)), tuple(range(45, 90))), SCATTERED])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_moves_equal_the_reference(triton, how, tables, in_place):
+    """720 tokens: more than two chunks."""
+    rng = random.Random(0)
+    survivors = torch.tensor([[PLANS[how](720, rng) for _ in range(2)] for _ in range(2)])
+    blocks = torch.randn(2, 90, 16, 24)
+    into = None if in_place else torch.full((2, 95, 16, 24), torch.nan)
+    check_moves(triton, blocks, *moves(tables, 16, survivors), into)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_moves_copy_bits_of_any_dtype(triton, dim, dtype):
+    survivors = torch.tensor([[sorted(random.Random(0).sample(range(40), 17))] * 3])
+    bits = torch.randint(0, 256, (3, 10, 4, dim * dtype.itemsize), dtype=torch.uint8)
+    check_moves(triton, bits.view(dtype), *moves([range(10)], 4, survivors))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 15, 16, 17, 255, 256, 257, 300])
+def test_moves_of_any_number_of_tokens(triton, kept):
+    survivors = torch.arange(300 - kept, 300).expand(1, 2, -1)
+    check_moves(triton, torch.randn(2, 75, 4, 8), *moves([range(75)], 4, survivors))
+
+
+def test_rows_that_share_blocks_read_them_and_write_their_own(triton):
+    """As the ledger plans it: the shared blocks 0 and 1 are left, 5 to 8 were free."""
+    before, after = ((0, 1, 2), (0, 1, 3)), ((5, 6, 2), (7, 8, 3))
+    survivors = torch.tensor([[[1, 3, 4, 6, 7, 8, 9, 10, 11]] * 2, [[*range(3, 12)]] * 2])
+    source, _ = moves(before, 4, survivors)
+    _, target = moves(after, 4, survivors)
+    check_moves(triton, torch.randn(2, 10, 4, 8), source, target)
+
+
+@st.composite
+def plans(draw):
+    """Tables of rows that own their blocks, and ascending survivors of each row and head."""
+    batch, heads, size = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    count = draw(st.integers(1, 80 // size))
+    order = draw(st.permutations(range(batch * count + draw(st.integers(0, 3)))))
+    tables = [order[row * count : (row + 1) * count] for row in range(batch)]
+    kept = draw(st.integers(1, count * size))
+    chosen = st.sets(st.integers(0, count * size - 1), min_size=kept, max_size=kept).map(sorted)
+    survivors = [[draw(chosen) for _ in range(heads)] for _ in range(batch)]
+    return size, len(order), tables, torch.tensor(survivors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans())
+def test_any_plan_of_a_compaction_moves_as_the_reference_does(triton, plan):
+    size, num_blocks, tables, survivors = plan
+    check_moves(
+        triton,
+        torch.randn(survivors.shape[1], num_blocks, size, 3),
+        *moves(tables, size, survivors),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_threads_may_run_in_any_order_that_the_barrier_allows(data):
+    """A model of one program: thread `i` holds token `i` of each chunk; loads of a chunk come
+    before the barrier, stores after it, and threads meet at each barrier."""
+    live, chunk = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 5))
+    survivors = sorted(data.draw(st.sets(st.integers(0, live - 1), min_size=1)))
+    memory, expected = list(range(live)), [*survivors, *range(len(survivors), live)]
+    starts, held = range(0, len(survivors), chunk), {}
+    done = [0] * chunk  # of each thread: load, store, load, store ...
+    while open_threads := [i for i in range(chunk) if done[i] < 2 * len(starts)]:
+        reached = min(step // 2 + step % 2 for step in done)  # chunks whose loads are all done
+        able = [i for i in open_threads if done[i] % 2 == 0 or done[i] // 2 < reached]
+        thread = data.draw(st.sampled_from(able))
+        token, stores = starts[done[thread] // 2] + thread, done[thread] % 2
+        if token < len(survivors) and stores:
+            memory[token] = held[thread]
+        elif token < len(survivors):
+            held[thread] = memory[survivors[token]]
+        done[thread] += 1
+    assert memory == expected
+
+
+FAR = 4 * 2**31 + 2**18  # bytes: 4 heads of 2**30 elements and more
+
+
+def far_slots(path: str) -> bool:
+    """Read, move and read again the last tokens of the heads, in a file with holes."""
+    blocks = torch.from_file(path, shared=True, size=FAR, dtype=torch.int8)
+    blocks = blocks.view(torch.float16).view(4, -1, 16, 64)
+    slots = blocks.shape[1] * 16
+    tokens = blocks.view(4, slots, 64)[:, slots - 40 :]
+    tokens.copy_(torch.randn(4, 40, 64))
+    sparse = blocks.view(-1).as_strided((1, 1, 40, 64), (0, 0, 2**26, 1))
+    sparse[0, 0, -1] = 1
+    for keys in (tokens[None, :, 1::2], sparse):
+        u, w = queries(2, 64, 32, batch=1, kv_heads=keys.shape[1])
+        got = triton_version("score_tokens")(keys, u, w)
+        torch.testing.assert_close(got, reference.score_tokens(keys, u, w), atol=1e-4, rtol=0)
+    expected = tokens[:, 1::2].clone()
+    source = torch.arange(slots - 39, slots, 2).expand(1, 4, -1)
+    triton_version("move_slots")(blocks, source, torch.arange(slots - 40, slots - 20)[None], blocks)
+    return torch.equal(tokens[:, :20], expected)
+
+
+def test_addresses_beyond_32_bits(triton, tmp_path):
+    path = tmp_path / "blocks"
+    with path.open("wb") as file:
+        file.truncate(FAR)
+    assert triton.call(far_slots, str(path))
+    path.unlink()
+
+
+# Which version runs.
+
+
+def test_tensors_on_a_gpu_go_to_triton_unless_they_ask_for_float64(monkeypatch):
+    calls = []
+    for op in ("score_tokens", "move_slots"):
+        stub = SimpleNamespace(**{op: lambda *args, op=op: calls.append(op)})
+        monkeypatch.setitem(sys.modules, f"kvpage.kernels.triton_{op}", stub)
+    monkeypatch.setattr(reference, "score_tokens", lambda *args: calls.append("reference"))
+    with FakeTensorMode(), torch.device("cuda"):
+        keys, (u, w) = torch.empty(2, 2, 9, 64), queries(2, 64, 32)
+        kernels.score_tokens(keys, u, w)
+        kernels.move_slots(keys, keys, keys, keys)
+        kernels.score_tokens(keys, u.double(), w.double())
+    assert calls == ["score_tokens", "move_slots", "reference"]
+
+
+def test_a_gpu_without_triton_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for op in ("score_tokens", "move_slots"):
+        monkeypatch.delitem(sys.modules, f"kvpage.kernels.triton_{op}", raising=False)
+    with FakeTensorMode(), torch.device("cuda"):
+        keys, (u, w) = torch.empty(2, 2, 9, 64), queries(2, 64, 32)
+        with pytest.raises(RuntimeError, match="pip install triton"):
+            kernels.score_tokens(keys, u, w)
+        with pytest.raises(RuntimeError, match="pip install triton"):
+            kernels.move_slots(keys, keys, keys, keys)
