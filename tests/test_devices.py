@@ -24,11 +24,20 @@ from tiny import build, cache_name, generate, prompt
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvpage import PagedCompactCache
+from kvpage import PagedCompactCache, kernels
 from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import Protection, select
+from kvpage.kernels import reference
 from kvpage.rope import Rope, RopeSource
 from kvpage.scoring import Centroid
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """A pretended CUDA tensor is no business of Triton's."""
+    for op in ("score_tokens", "move_slots"):
+        monkeypatch.setattr(kernels, op, getattr(reference, op))
+
 
 SMALL = {"budget": 64, "interval": 24, "recent": 16, "trace": True}
 NAME = "llama-gqa3-tied"
