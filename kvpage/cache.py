@@ -14,6 +14,7 @@ from kvpage.centroids import Statistics
 from kvpage.compat import not_compiled, warn_if_untested
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.core import PagedCore
+from kvpage.layer import SlidingLayer
 from kvpage.report import Report, report_on
 from kvpage.scoring import resolve_scorer
 from kvpage.settings import PinPrompt, Settings
@@ -90,8 +91,9 @@ class PagedCompactCache(PagedCore, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """`(live + q, seen - live)` as they will be after a compaction due in this forward."""
-        if layer_idx < len(self.layers) and self.is_sliding[layer_idx]:
-            return self.layers[layer_idx].get_mask_sizes(query_length)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, SlidingLayer):
+            return layer.get_mask_sizes(query_length)
         kept = self._forwards.kept(query_length)
         return kept + query_length, self.ledger.seen - kept
 

@@ -181,11 +181,11 @@ class PagedCore(HookedCache):
 
         The latter at the first forward whose positions tell, and whenever the text has doubled.
         """
-        where = f"layer {layer_idx} of {self._meeting.name}"
         if call.queries is None or call.keys is None:
             raise RuntimeError(
-                f"queries or keys of {where} did not pass kvpage's hooks: a module was replaced "
-                f"since (make a new cache), or the model does not call it ({INSTEAD})"
+                f"queries or keys of {self._named(layer_idx)} did not pass kvpage's hooks: a "
+                "module was replaced since (make a new cache), or the model does not call it "
+                f"({INSTEAD})"
             )
         new = key_states.shape[2]
         if self.ledger.seen + new < layer.rope_check_at:
@@ -200,8 +200,11 @@ class PagedCore(HookedCache):
             rope = self._rope(layer_idx)()
             rope.check(before[:, :, -last:], key_states[:, :, -last:], positions)
         except ValueError as error:
-            raise ValueError(f"model: {where}: {error}; {INSTEAD}") from None
+            raise ValueError(f"model: {self._named(layer_idx)}: {error}; {INSTEAD}") from None
         layer.rope_check_at = 2 * (self.ledger.seen + new)
+
+    def _named(self, layer_idx: int) -> str:
+        return f"layer {layer_idx} of {self._meeting.name}"
 
     def _rope(self, layer_idx: int) -> RopeSource:
         assert self._meeting.key is not None

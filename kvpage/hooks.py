@@ -154,15 +154,17 @@ class AttentionHook(_Hook):
             cache.see_positions(position_ids)
 
 
-class QueryHook(_Hook):
-    """Forward hook of the module that yields the pre-RoPE query."""
+class CaptureHook(_Hook):
+    """Forward hook of the module that yields the pre-RoPE query, or the key."""
 
-    def __init__(self, heads_first: bool) -> None:
-        self.heads_first = heads_first
+    def __init__(self, name: str, heads_first: bool) -> None:
+        """name: `"queries"` or `"keys"`, of `Call`."""
+        self.name, self.heads_first = name, heads_first
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if _current.call is not None:
-            _current.call.queries = output.transpose(1, 2) if self.heads_first else output
+            captured = output.transpose(1, 2) if self.heads_first else output
+            setattr(_current.call, self.name, captured)
 
 
 class FusedHook(_Hook):
@@ -175,17 +177,6 @@ class FusedHook(_Hook):
         attention = self.attention()
         if _current.call is not None and attention is not None:
             _current.call.queries, _current.call.keys = self.split(output, attention)
-
-
-class KeyHook(_Hook):
-    """Forward hook of the module that yields the pre-RoPE key."""
-
-    def __init__(self, heads_first: bool) -> None:
-        self.heads_first = heads_first
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if _current.call is not None:
-            _current.call.keys = output.transpose(1, 2) if self.heads_first else output
 
 
 def _mask_of(mask: object) -> Tensor | None:
@@ -305,8 +296,8 @@ def _install_site(site: AttentionSite, key: ModelKey) -> Iterator[RemovableHandl
         yield site.query.register_forward_hook(FusedHook(site.split, site.attention))
         return
     assert site.key is not None
-    yield site.query.register_forward_hook(QueryHook(site.heads_first))
-    yield site.key.register_forward_hook(KeyHook(site.heads_first))
+    yield site.query.register_forward_hook(CaptureHook("queries", site.heads_first))
+    yield site.key.register_forward_hook(CaptureHook("keys", site.heads_first))
 
 
 def attach(model: nn.Module) -> None:

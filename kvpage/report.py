@@ -140,7 +140,7 @@ def report_on(
     ever = 0
     if live:  # the latest token of a row is always live
         ever = int((live[0].amax(dim=(1, 2)) // ledger.block_size + 1).sum())
-    counts_only = sliding is not None and not full  # no layer stores anything under `ledger`
+    counts_only = stack.shown is not ledger  # no layer stores anything under `ledger`
     pool = BlockPool(0) if counts_only else ledger.pool
     bytes_states = sum(t.nbytes for state in states for t in _tensors_of(state))
     return Report(

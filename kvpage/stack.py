@@ -55,7 +55,7 @@ class LayerStack:
             self.ledger.count_only()
         for layer in native:
             if isinstance(layer, Window):
-                self._add(self._new(layer.tokens))
+                self.add(self._new(layer.tokens))
             else:
                 self.states.append(layer)
                 self.all.append(layer)
@@ -73,9 +73,9 @@ class LayerStack:
         return PagedLayer(self.ledger)
 
     def add(self, layer: PagedLayer) -> None:
-        """Take in `layer`, unless it is there."""
-        if layer not in self.paged:
-            self._add(layer)
+        """Take in `layer` behind the others."""
+        self.paged.append(layer)
+        self.all.append(layer)
 
     def clear(self) -> None:
         """Forget all layers and give all memory back."""
@@ -98,7 +98,7 @@ class LayerStack:
             if isinstance(layer, PagedLayer):
                 ledger = twin.sliding if layer.is_sliding else twin.ledger
                 assert ledger is not None
-                twin._add(layer.fork(ledger))
+                twin.add(layer.fork(ledger))
             else:
                 twin.states.append(copy.deepcopy(layer))
                 twin.all.append(twin.states[-1])
@@ -151,7 +151,3 @@ class LayerStack:
             settings = self.settings
             self.sliding = Ledger(window - 1, settings.interval, settings.block_size)
         return SlidingLayer(self.sliding, window)
-
-    def _add(self, layer: PagedLayer) -> None:
-        self.paged.append(layer)
-        self.all.append(layer)
