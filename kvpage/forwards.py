@@ -141,10 +141,14 @@ class Forwards:
         extends = was_open and (sure > 1 or seen == 0)
         if was_open and not extends:
             self.positions.close_prompt()
+        if sliding is not None and sliding.compacts:
+            self.positions.slid(sliding.kept)
         for start, stop in ((0, sure), (sure, num_new)):
-            part = None if announced.real is None else announced.real[:, start:stop]
             if start < stop:
-                self.positions.append(seen + start, step.kept + start, stop - start, part)
+                part = None if announced.real is None else announced.real[:, start:stop]
+                in_window = None if sliding is None else sliding.kept + start
+                at = seen + start, step.kept + start, stop - start
+                self.positions.append(*at, part, in_window)
             if extends and drafts and start == 0:
                 self.positions.close_prompt()
         mid_due = self._mid_due(announced, step, batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,48 @@ class Announcement:
         return self.position_ids.expand(first.shape[0], -1).gather(1, first)[:, 0]
 
 
+class LiveSlots:
+    """Which live slots hold no pad: bool `[B, live]`, of which the last are real and not written.
+
+    So a token that comes without a mask costs nothing, and no memory either.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self._real, self._behind = real, 0
+
+    def read(self) -> Tensor:
+        """bool `[B, live]`."""
+        if self._behind:
+            behind = self._real.new_ones(self._real.shape[0], self._behind)
+            self._real, self._behind = torch.cat((self._real, behind), dim=1), 0
+        return self._real
+
+    def append(self, count: int, real: Tensor | None) -> None:
+        """Account for `count` more slots, `real` `[B, count]`; `None`: no pads."""
+        if real is None:
+            self._behind += count
+        else:
+            self._real = torch.cat((self.read(), real), dim=1)
+
+    def select_rows(self, rows: Tensor) -> LiveSlots:
+        return LiveSlots(self.read()[rows])
+
+
+class _Run(NamedTuple):
+    """Tokens at consecutive columns, none a pad, in rows that had seen `pads` pads before."""
+
+    columns: range
+    pads: Tensor | None
+
+    def positions(self) -> Tensor:
+        """int32 `[B or 1, n]`."""
+        start, stop = self.columns.start, self.columns.stop
+        if self.pads is None:
+            return torch.arange(start, stop, dtype=torch.int32)[None]
+        columns = torch.arange(start, stop, device=self.pads.device)
+        return (columns - self.pads[:, None]).to(torch.int32)
+
+
 class TokenPositions:
     """Positions of the tokens appended since the last compaction, the same for every layer.
 
@@ -51,42 +94,56 @@ class TokenPositions:
         self.pads: Tensor | None = None
         """int64 `[B]`: pads each row has seen; `None` while no mask was given."""
         self.prompt_pads: Tensor | None = None
-        self.live_real: Tensor | None = None
-        """bool `[B, live]`: which live slots hold no pad; `None` while no mask was given."""
-        self._appended: list[range | Tensor] = []
+        self.live: LiveSlots | None = None
+        """Of the layers of full attention; `None` while no mask was given."""
+        self.sliding: LiveSlots | None = None
+        """Of the sliding-window layers, if there are any."""
+        self._appended: list[_Run | Tensor] = []
 
-    def append(self, seen: int, live: int, count: int, real: Tensor | None) -> None:
-        """Account for `count` tokens behind `seen`, of which `live` live.
+    def append(
+        self, seen: int, live: int, count: int, real: Tensor | None, sliding: int | None = None
+    ) -> None:
+        """Account for `count` tokens behind `seen`, of which `live` live (`sliding` of them in the
+        layers with a window, if there are any).
 
         real: bool `[B, count]`, False for pads.
         """
-        if self.pads is None and real is None:
-            self._append_range(range(seen, seen + count))
+        if self.pads is None and real is not None:
+            rows = real.new_zeros(real.shape[0])
+            self.pads = rows.long()
+            self.live = LiveSlots(rows.new_ones(real.shape[0], live))
+            if sliding is not None:
+                self.sliding = LiveSlots(rows.new_ones(real.shape[0], sliding))
+        for slots in (self.live, self.sliding):
+            if slots is not None:
+                slots.append(count, None if real is None else self._on_device(real))
+        if real is None or self.pads is None:
+            self._append_run(range(seen, seen + count))
             return
-        if self.pads is None or self.live_real is None:
-            assert real is not None
-            self.pads = torch.zeros(real.shape[0], dtype=torch.int64, device=real.device)
-            self.live_real = torch.ones(real.shape[0], live, dtype=torch.bool, device=real.device)
-        if real is None:
-            real = torch.ones(self.pads.shape[0], count, dtype=torch.bool, device=self.pads.device)
-        real = real.to(self.pads.device)
+        real = self._on_device(real)
         ordinal = real.cumsum(dim=1) - 1 + (seen - self.pads)[:, None]
         self._appended.append(torch.where(real, ordinal, PAD).to(torch.int32))
         self.pads = self.pads + (~real).sum(dim=1)
-        self.live_real = torch.cat((self.live_real, real), dim=1)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, all appended since the last compaction."""
-        if self.live_real is not None and self.pads is not None:
-            kept = self.live_real.shape[1] - count
-            self.pads = self.pads - (~self.live_real[:, kept:]).sum(dim=1)
-            self.live_real = self.live_real[:, :kept]
+        if self.live is not None and self.pads is not None:
+            real = self.live.read()
+            kept = real.shape[1] - count
+            self.pads = self.pads - (~real[:, kept:]).sum(dim=1)
+            self.live = LiveSlots(real[:, :kept])
+        if self.sliding is not None:
+            self.sliding = LiveSlots(self.sliding.read()[:, :-count])
         while count > 0:
             last = self._appended.pop()
-            length = len(last) if isinstance(last, range) else last.shape[1]
+            length = len(last.columns) if isinstance(last, _Run) else last.shape[1]
             if length > count:
                 kept = length - count
-                self._appended.append(last[:kept] if isinstance(last, range) else last[:, :kept])
+                self._appended.append(
+                    last._replace(columns=last.columns[:kept])
+                    if isinstance(last, _Run)
+                    else last[:, :kept]
+                )
             count -= length
 
     def close_prompt(self) -> None:
@@ -95,31 +152,38 @@ class TokenPositions:
 
     def appended(self, device: torch.device) -> Tensor:
         """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
-        parts = [torch.empty(1, 0, dtype=torch.int32)]
+        parts = [torch.empty(1, 0, dtype=torch.int32, device=device)]
         for part in self._appended:
-            if isinstance(part, range):
-                part = torch.arange(part.start, part.stop, dtype=torch.int32)[None]
-            parts.append(part.to(device))
+            parts.append((part.positions() if isinstance(part, _Run) else part).to(device))
         rows = max(part.shape[0] for part in parts)
-        return torch.cat([part.to(device).expand(rows, -1) for part in parts], dim=1)
+        return torch.cat([part.expand(rows, -1) for part in parts], dim=1)
 
     def compacted(self, kept: int, tail: int = 0) -> None:
         """A compaction left `kept` live tokens, the last `tail` of them appended behind it."""
-        self.live_real = self.real_after(kept)
+        real = self.real_after(kept)
+        self.live = None if real is None else LiveSlots(real)
         if tail == 0:
             self._appended = []
             return
-        if all(isinstance(part, range) for part in self._appended):
-            stop = self._appended[-1].stop  # type: ignore[union-attr]
-            self._appended = [range(stop - tail, stop)]
+        last = self._appended[-1]
+        if isinstance(last, _Run) and len(last.columns) >= tail:
+            self._appended = [last._replace(columns=last.columns[-tail:])]
         else:
-            assert self.pads is not None
-            self._appended = [self.appended(self.pads.device)[:, -tail:]]
+            device = last.device if isinstance(last, Tensor) else torch.device("cpu")
+            self._appended = [self.appended(device)[:, -tail:]]
+
+    def slid(self, kept: int) -> None:
+        """The layers with a window have `kept` live tokens left, the last ones."""
+        if self.sliding is not None:
+            real = self.sliding.read()
+            self.sliding = LiveSlots(real[:, real.shape[1] - kept :])
 
     def real_after(self, kept: int) -> Tensor | None:
-        """bool `[B, kept]`: `live_real` once a compaction has left `kept` live tokens."""
-        real = self.live_real
-        if real is None or kept == real.shape[1]:
+        """bool `[B, kept]`: which live slots hold no pad once a compaction has left `kept`."""
+        if self.live is None:
+            return None
+        real = self.live.read()
+        if kept == real.shape[1]:
             return real
         evicted = real.shape[1] - kept
         from_the_end = (~real).flip(1).cumsum(dim=1).flip(1)
@@ -141,25 +205,34 @@ class TokenPositions:
     def fork(self) -> TokenPositions:
         """Positions of their own that continue from here."""
         twin = copy.copy(self)
+        twin.live, twin.sliding = copy.copy(self.live), copy.copy(self.sliding)
         twin._appended = list(self._appended)
         return twin
 
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` becomes a copy of row `rows[i]`."""
-        if self.pads is None or self.live_real is None:
+        if self.pads is None:
             return
         batch, rows = self.pads.shape[0], rows.to(self.pads.device)
-        self._appended = [
-            part if isinstance(part, range) else part.expand(batch, -1)[rows.to(part.device)]
-            for part in self._appended
-        ]
-        self.pads, self.live_real = self.pads[rows], self.live_real[rows]
+        self._appended = [self._rows_of(part, batch, rows) for part in self._appended]
+        self.pads = self.pads[rows]
+        self.live = None if self.live is None else self.live.select_rows(rows)
+        self.sliding = None if self.sliding is None else self.sliding.select_rows(rows)
         if self.prompt_pads is not None:
             self.prompt_pads = self.prompt_pads[rows]
 
-    def _append_range(self, new: range) -> None:
+    def _rows_of(self, part: _Run | Tensor, batch: int, rows: Tensor) -> _Run | Tensor:
+        if isinstance(part, _Run):
+            return part if part.pads is None else part._replace(pads=part.pads[rows])
+        return part.expand(batch, -1)[rows.to(part.device)]
+
+    def _on_device(self, real: Tensor) -> Tensor:
+        assert self.pads is not None
+        return real.to(self.pads.device)
+
+    def _append_run(self, new: range) -> None:
         last = self._appended[-1] if self._appended else None
-        if isinstance(last, range) and last.stop == new.start:
-            self._appended[-1] = range(last.start, new.stop)
+        if isinstance(last, _Run) and last.columns.stop == new.start and last.pads is self.pads:
+            self._appended[-1] = _Run(range(last.columns.start, new.stop), self.pads)
         else:
-            self._appended.append(new)
+            self._appended.append(_Run(new, self.pads))
