@@ -8,7 +8,8 @@ import kvpage
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
     {"blocks", "compat", "rope", "settings", "positions", "kernels.reference"}
-    | {"kernels.triton_move_slots", "kernels.triton_score_tokens"},
+    | {"kernels.triton_move_slots", "kernels.triton_paged_attention"}
+    | {"kernels.triton_score_tokens", "kernels.triton_write_kv"},
     {"kernels", "ledger", "architectures", "centroids"},
     {"contract", "storage", "scoring"},
     {"hooks", "compaction"},
@@ -20,7 +21,12 @@ ORDER = [  # a module imports only from lines above its own
     {"kvpage"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer", "meeting"}
-KNOW_TRITON = {"kernels.triton_move_slots", "kernels.triton_score_tokens"}
+KNOW_TRITON = {
+    "kernels.triton_move_slots",
+    "kernels.triton_paged_attention",
+    "kernels.triton_score_tokens",
+    "kernels.triton_write_kv",
+}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import kvpage.kernels.reference as reference
 from kvpage.kernels.reference import key_norms
 
-__all__ = ["key_norms", "move_slots", "score_tokens"]
+__all__ = ["key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]
 
 
 def score_tokens(
@@ -36,6 +36,46 @@ def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> 
     with _triton_needed():
         from kvpage.kernels.triton_move_slots import move_slots as launch
     return launch(blocks, source, target, into)
+
+
+def write_kv(
+    keys: Tensor,
+    values: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    tables: Tensor,
+    start: Tensor,
+) -> None:
+    """Write new tokens to their slots: see `reference.write_kv`."""
+    if keys.device.type != "cuda":
+        return reference.write_kv(keys, values, new_keys, new_values, tables, start)
+    with _triton_needed():
+        from kvpage.kernels.triton_write_kv import write_kv as launch
+    return launch(keys, values, new_keys, new_values, tables, start)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    stop: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Attend to the live slots of each row: see `reference.paged_attention`."""
+    attend = reference.paged_attention
+    if keys.device.type == "cuda" and query.dtype != torch.float64:
+        with _triton_needed():
+            from kvpage.kernels.triton_paged_attention import paged_attention as attend
+    return attend(
+        query, keys, values, tables, stop, scale,
+        window=window, softcap=softcap, sinks=sinks, visible=visible,
+    )  # fmt: skip
 
 
 @contextmanager

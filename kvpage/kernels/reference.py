@@ -74,3 +74,77 @@ def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> 
             picked = source[row, :, start : start + chunk] + head_offset  # [Hkv, C]
             tokens = flat.index_select(0, picked.reshape(-1)).view(heads, -1, dim)
             flat_into.index_copy_(1, target[row, start : start + chunk], tokens)
+
+
+def write_kv(
+    keys: Tensor,
+    values: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    tables: Tensor,
+    start: Tensor,
+) -> None:
+    """Write new tokens to slots `[start[b], start[b] + q)` of row `b`, through the block tables.
+
+    keys: `[Hkv, num_blocks, block_size, D]`, values: the same with `Dv`, both contiguous; new_keys,
+    new_values: `[B, Hkv, q, D]` and `Dv`, any strides, same dtypes; tables: block ids in token
+    order, int32 `[B, width]`; start: int32 `[B]`. Rows write to blocks of their own.
+    """
+    size = keys.shape[2]
+    token = start[:, None].long() + torch.arange(new_keys.shape[2], device=keys.device)  # [B, q]
+    block = tables.gather(1, token // size)
+    keys[:, block, token % size] = new_keys.transpose(0, 1)
+    values[:, block, token % size] = new_values.transpose(0, 1)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    stop: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query per row and head to the live slots of its row, through the tables.
+
+    query: `[B, H, D]`, any strides, query heads of a KV head one after the other; keys, values,
+    tables: as in `write_kv`; stop: int32 `[B]`, the live slots of a row are `[0, stop)` and the
+    query's own token the last of them. Returns `[B, H, Dv]` in the query's dtype.
+
+    window: attends to slots `[stop - window, stop)` only. softcap: logits are
+    `softcap tanh(logit / softcap)`. sinks: `[H]`, a logit per head that takes its share of the
+    softmax and has no value. visible: bool `[B, L]`, `L >= max(stop)`, any strides; False hides a
+    slot. A row that sees nothing gets zeros. What no row sees is never used: neither slots nor
+    table entries, whatever they hold.
+    """
+    (batch, heads, _), (kv_heads, _, size, _) = query.shape, keys.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    slot, stop = torch.arange(tables.shape[1] * size, device=query.device), stop[:, None]
+    seen = slot < stop  # [B, L]
+    if window is not None:
+        seen &= slot >= stop - window
+    if visible is not None:
+        seen &= torch.nn.functional.pad(visible, (0, len(slot) - visible.shape[1]))
+    in_use = seen.unflatten(1, (tables.shape[1], size)).any(2)
+    tables = tables.masked_fill(~in_use, 0)
+    k, v = (
+        blocks[:, tables].flatten(2, 3).transpose(0, 1).to(dtype)  # [B, Hkv, L, D]
+        .masked_fill(~seen[:, None, :, None], 0)
+        for blocks in (keys, values)
+    )  # fmt: skip
+    q = query.to(dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, D]
+    logits = q @ k.mT * scale  # [B, Hkv, G, L]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    hidden = ~seen[:, None, None]
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(kv_heads, -1, 1).expand(batch, -1, -1, -1)
+        logits = torch.cat([logits, sink], dim=3)
+    weights = logits.softmax(dim=3)[..., : len(slot)].masked_fill(hidden, 0)
+    return (weights @ v).view(batch, heads, -1).to(query.dtype)
