@@ -1,5 +1,6 @@
 """kvpage: a KV cache for transformers that runs a trace of any length in a fixed memory."""
 
+from kvpage.attention import register
 from kvpage.cache import PagedCompactCache
 from kvpage.centroids import Statistics
 from kvpage.core import TracedCompaction
@@ -15,5 +16,6 @@ __all__ = [
     "TracedCompaction",
     "attach",
     "detach",
+    "register",
 ]
 __version__ = "0.1.0"

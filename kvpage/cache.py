@@ -44,6 +44,10 @@ class PagedCompactCache(PagedCore, Cache):
         scorer: `"centroid"`, `"streaming"`, `"knorm"`, `"random"`, or a callable
             `(keys [B, Hkv, L, D], statistics, next_position [B]) -> scores [B, Hkv or H, L]`.
         trace: keep, in `cache.trace`, which token positions each compaction left.
+        backend: what reads the blocks in a model with attn_implementation "kvpage": `"triton"`,
+            `"reference"` (plain torch), `"flash_attn"`, or `"auto"`: Triton on a GPU.
+        static: one-token forwards touch tensors that were there before only, so that a captured
+            graph can replay them: see `advance`. Needs attn_implementation "kvpage".
 
     Raises `TypeError` / `ValueError` naming the argument, what was expected and what was got;
     `ValueError` for a model that is not supported.
@@ -63,8 +67,12 @@ class PagedCompactCache(PagedCore, Cache):
         pin_prompt: PinPrompt = "auto",
         scorer: str | Callable[..., Tensor] = "centroid",
         trace: bool = False,
+        backend: str = "auto",
+        static: bool = False,
     ) -> None:
-        settings = Settings(budget, interval, block_size, sinks, recent, pin_prompt, trace)
+        settings = Settings(
+            budget, interval, block_size, sinks, recent, pin_prompt, trace, backend, static
+        )
         resolved = resolve_scorer(scorer)
         warn_if_untested()
         Cache.__init__(self, layers=[])
@@ -115,6 +123,7 @@ class PagedCompactCache(PagedCore, Cache):
         """
         self._stack.clear()
         self._forwards.clear()
+        self._decoding.clear()
         self._start()
 
     def activate_past_recording(self) -> None:
@@ -178,6 +187,24 @@ class PagedCompactCache(PagedCore, Cache):
         self._commit()
         return [self._fork() for _ in range(n)]
 
+    def advance(self) -> None:
+        """Account for a one-token forward that a captured graph is about to replay.
+
+        The graph writes and attends; this counts the token, and compacts when that is due. Capture
+        a one-token forward that follows another; capturing counts as a forward, so the first replay
+        needs no `advance`. Raises `RuntimeError` where what was captured can't go on: without
+        `static=True`, after another forward than a captured one, once blocks are shared.
+        """
+        forward = self._forwards.current
+        if not self.settings.static or forward is None or not self._decoding.over_blocks:
+            raise RuntimeError("advance: a one-token forward with static=True expected before it")
+        if not all(ledger.stays for ledger in self._stack.ledgers):
+            raise RuntimeError(
+                "advance: rows with blocks of their own expected; after a fork, beams or a new "
+                "order of rows, run the model until a compaction, and capture again"
+            )
+        self._advance()
+
     def pin(self, start: int, stop: int) -> None:
         """Never evict the tokens at positions `[start, stop)` of every row that are still live.
 
@@ -213,9 +240,10 @@ class PagedCompactCache(PagedCore, Cache):
 
     def __repr__(self) -> str:
         ledger = self._stack.shown
+        backends = "".join(f"attention={name}, " for name in self._decoding.backends.values())
         return (
             f"PagedCompactCache({self._meeting.name or 'no model yet'}, "
-            f"scorer={self.scorer_name}, budget={self.settings.budget}, "
+            f"scorer={self.scorer_name}, {backends}budget={self.settings.budget}, "
             f"interval={self.settings.interval}, block_size={self.settings.block_size}: "
             f"{ledger.seen} seen, {ledger.live} live, {ledger.pool.num_used_blocks} of "
             f"{ledger.pool.num_blocks} blocks used, {ledger.compactions} compactions)"

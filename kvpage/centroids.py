@@ -113,9 +113,43 @@ class LayerStatistics:
         self._count: Tensor | None = None
         self._waiting: list[Vectors] = []
         self._waiting_tokens = 0
+        self._cycle: tuple[Tensor, Tensor] | None = None
+        """Queries and keys `[B, FOLD_TOKENS, ...]` of the latest one-token forwards, where these
+        must not make tensors of their own."""
+        self._held, self._held_until = 0, 0
+
+    def put(self, vectors: Vectors, index: Tensor, at: int) -> None:
+        """Take the vectors of a one-token forward without a tensor that outlives it: they go to
+        place `index` int64 `[1]`, on the host `at`, of a cycle of `FOLD_TOKENS`."""
+        self.hold(at)
+        tokens = [part.reshape(self.batch, 1, -1) for part in vectors[:2]]
+        if self._cycle is None:
+            queries, keys = (
+                part.new_empty(self.batch, FOLD_TOKENS, part.shape[2]) for part in tokens
+            )
+            self._cycle = queries, keys
+        for buffer, token in zip(self._cycle, tokens, strict=True):
+            buffer.index_copy_(1, index, token)
+
+    def hold(self, at: int) -> None:
+        """Count the vectors that are put to place `at` of the cycle."""
+        if self._held == FOLD_TOKENS:
+            self._fold()
+        self._held, self._held_until = self._held + 1, at + 1
+
+    def _empty_cycle(self) -> None:
+        """Have what the cycle holds wait with the others."""
+        if self._held == 0 or self._cycle is None:
+            return
+        places = torch.arange(self._held_until - self._held, self._held_until) % FOLD_TOKENS
+        queries, keys = (buffer[:, places.to(buffer.device)] for buffer in self._cycle)
+        self._waiting.append(Vectors(queries, keys, None))
+        self._waiting_tokens += self._held
+        self._held = 0
 
     def add(self, vectors: Vectors) -> None:
         """Take the vectors of a forward; those of the forwards before are there to stay."""
+        self._empty_cycle()
         if self._waiting_tokens >= FOLD_TOKENS:
             self._fold()
         early = max(0, vectors.tokens - FOLD_TOKENS)
@@ -128,6 +162,7 @@ class LayerStatistics:
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, as far as they wait: at least the last 128."""
+        self._empty_cycle()
         while count > 0 and self._waiting:
             last = self._waiting.pop()
             undone = min(count, last.tokens)
@@ -156,14 +191,15 @@ class LayerStatistics:
 
     def fork(self) -> LayerStatistics:
         """Statistics of their own that continue from here."""
+        self._empty_cycle()
         twin = copy.copy(self)
-        twin._waiting = list(self._waiting)
+        twin._waiting, twin._cycle = list(self._waiting), None
         return twin
 
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` continues from what row `rows[i]` has collected."""
         self._fold()
-        self.batch = rows.shape[0]
+        self.batch, self._cycle = rows.shape[0], None
         if self._queries is None or self._keys is None or self._count is None:
             return
         rows = rows.to(self._count.device)
@@ -173,6 +209,7 @@ class LayerStatistics:
     @property
     def nbytes(self) -> int:
         tensors = [t for vectors in self._waiting for t in (vectors.queries, vectors.keys)]
+        tensors += self._cycle or ()
         for moments in (self._queries, self._keys):
             if moments is not None:
                 tensors += [moments.total, moments.magnitude_total]
@@ -180,6 +217,7 @@ class LayerStatistics:
 
     def _fold(self) -> None:
         """Sum what waits, forwards with and without pads apart."""
+        self._empty_cycle()
         waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
         for _, alike in groupby(waiting, key=lambda vectors: vectors.real is None):
             run = list(alike)

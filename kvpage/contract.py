@@ -24,6 +24,11 @@ class ModelKey:
         self.groups = {site.layer_idx: site.groups for site in decoder.sites}
         """By layer: query heads per KV head."""
 
+    @property
+    def attends_over_blocks(self) -> bool:
+        """Whether the model has attn_implementation "kvpage" now."""
+        return getattr(self.config, "_attn_implementation", None) == "kvpage"
+
     def see_ropes(self, decoder: Decoder) -> None:
         """Take the RoPEs as they are now: a cast of the model changes their frequencies."""
         self.ropes = {site.layer_idx: site.rope for site in decoder.sites}

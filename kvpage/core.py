@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from kvpage.centroids import Vectors
 from kvpage.compat import INSTEAD
 from kvpage.contract import HookedCache, ModelKey
+from kvpage.decoding import Decoding
 from kvpage.forwards import Forward, Forwards
 from kvpage.hooks import Call, take_call
 from kvpage.layer import PagedLayer
-from kvpage.ledger import Ledger, Step
+from kvpage.ledger import Ledger
 from kvpage.meeting import Meeting
+from kvpage.places import capturing
 from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.settings import Settings
@@ -53,6 +55,7 @@ class PagedCore(HookedCache):
         self.settings, self.scorer = settings, scorer
         self._stack = LayerStack(settings, self.layers)
         self._forwards = Forwards(settings, self._stack)
+        self._decoding = Decoding(settings, self._forwards)
         self._meeting = Meeting(self, model)
         self._free_when_dead()
         self._start()
@@ -102,7 +105,10 @@ class PagedCore(HookedCache):
     ) -> Tensor | None:
         self._check_complete()
         self._commit()
-        used = self._forwards.announce(num_new, mask, position_ids, visible)
+        key = self._meeting.key
+        self._decoding.check(key, num_new)
+        over_blocks = key is not None and key.attends_over_blocks
+        used = self._forwards.announce(num_new, mask, position_ids, visible, over_blocks)
         self._check_statistics(num_new)
         return used
 
@@ -145,14 +151,18 @@ class PagedCore(HookedCache):
         if call is not None and self.scorer.needs_statistics and not layer.is_sliding:
             self._check_call(layer, layer_idx, call, key_states)
         forward = self._forwards.current
-        if forward is None or layer.step_index == _step(forward, layer).index:
+        if forward is None or layer.step_index == forward.step_of(layer.is_sliding).index:
             forward = self._begin(key_states.shape[0], key_states.shape[2])
         self._forwards.check_states(forward, key_states)
         if layer_idx == len(self.layers):
             self._stack.add(layer)
-        step = _step(forward, layer)
+        step = forward.step_of(layer.is_sliding)
         forward.started += 1
-        visible = layer.apply(step, forward.due, self.scorer, key_states, value_states)
+        places = self._decoding.places_for(layer, step)
+        visible = layer.apply(step, forward.due, self.scorer, key_states, value_states, places)
+        if self._decoding.over_blocks:
+            name = self._named(layer_idx)
+            self._decoding.hand_over(layer, name, forward, places, visible[0])
         if not layer.is_sliding:
             self._observe(layer, layer_idx, forward, call)
         if step.fresh:
@@ -170,6 +180,7 @@ class PagedCore(HookedCache):
         self._check_complete()
         self._check_statistics(num_new)
         forward = self._forwards.begin(batch, num_new)
+        self._decoding.begin(self._meeting.key, forward.step)
         if forward.due is not None and self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
@@ -188,7 +199,7 @@ class PagedCore(HookedCache):
                 f"({INSTEAD})"
             )
         new = key_states.shape[2]
-        if self.ledger.seen + new < layer.rope_check_at:
+        if self.ledger.seen + new < layer.rope_check_at or capturing():
             return
         last = min(new, ROPE_CHECK_TOKENS)
         positions = self._forwards.latest_positions(new, last)
@@ -228,7 +239,28 @@ class PagedCore(HookedCache):
             assert call is not None and call.mask is not None
             layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)
         if statistics is not None and vectors is not None:
-            statistics.add(vectors)
+            if self.settings.static and self._decoding.over_blocks and vectors.real is None:
+                places = self._decoding.cycle(layer, forward.step)
+                statistics.put(vectors, places.cycle, places.cycle_at)
+            else:
+                statistics.add(vectors)
+
+    def _advance(self) -> None:
+        self._check_complete()
+        self._commit()
+        self._forwards.announce(1, None, None, None, over_blocks=True)
+        self._check_statistics(1)
+        forward = self._begin(self.ledger.batch_size, 1)
+        for layer in self._stack.paged:
+            forward.started += 1
+            layer.advance(forward.step_of(layer.is_sliding), forward.due, self.scorer)
+            if forward.due is not None and not layer.is_sliding:
+                self._note(layer)
+            forward.applied += 1
+        self._decoding.expect(self._stack.paged, forward)
+        for layer in self._stack.ranked:
+            if layer.statistics is not None:
+                layer.statistics.hold(self._decoding.cycle(layer, forward.step).cycle_at)
 
     def _commit(self) -> None:
         """Carry out the compaction that became due at a draft which is there to stay."""
@@ -282,6 +314,7 @@ class PagedCore(HookedCache):
         twin._free_when_dead()
         twin.layers = twin._stack.all
         twin._forwards = self._forwards.fork(twin._stack)
+        twin._decoding = self._decoding.fork(twin._forwards)
         twin._meeting = self._meeting.fork(twin)
         twin.trace = None if self.trace is None else list(self.trace)
         return twin
@@ -309,12 +342,6 @@ class PagedCore(HookedCache):
         self._forwards.positions.select_rows(index)
         if self.trace is not None:
             self.trace = [event.select_rows(index) for event in self.trace]
-
-
-def _step(forward: Forward, layer: PagedLayer) -> Step:
-    step = forward.sliding if layer.is_sliding else forward.step
-    assert step is not None
-    return step
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -36,6 +36,12 @@ class Forward:
     started: int = 0
     applied: int = 0
 
+    def step_of(self, sliding: bool) -> Step:
+        """The step of the layers with a window, or of the others."""
+        step = self.sliding if sliding else self.step
+        assert step is not None
+        return step
+
 
 class Forwards:
     """The forwards of one cache: turns announcements and lengths into steps."""
@@ -55,7 +61,8 @@ class Forwards:
         self.records = False
         """Whether `activate_past_recording` was called: some forwards end in drafts."""
         self.pins = Pins(self.settings)
-        self._mask_is_opaque = False
+        self.mask_is_opaque = False
+        """Whether a 4-D mask of the user's own was passed."""
 
     def fork(self, stack: LayerStack) -> Forwards:
         """Forwards of their own that continue from here, on a forked `stack`."""
@@ -72,12 +79,14 @@ class Forwards:
         mask: Tensor | None,
         position_ids: Tensor | None,
         visible: Tensor | None,
+        over_blocks: bool = False,
     ) -> Tensor | None:
         """A forward of `num_new` tokens under the model's attention mask begins.
 
         visible: bool `[B, live + q]`, what the last query may look at, where transformers has made
-        the mask 4-D before the decoder was called. Returns the mask the model is to use: as given,
-        but a 2-D one with the pads among the live tokens where they are now.
+        the mask 4-D before the decoder was called. over_blocks: attention over blocks asks the
+        cache which slots hold pads. Returns the mask the model is to use: as given, but, unless it
+        is `over_blocks`, a 2-D one with the pads among the live tokens where they are now.
         """
         if num_new == 0:
             raise ValueError(
@@ -101,17 +110,19 @@ class Forwards:
         elif mask is not None:
             self._check_mask_4d(num_new, drafts, mask)
             if visible is None:
-                self._mask_is_opaque = True
+                self.mask_is_opaque = True
             else:
                 kept = self.ledger.kept(num_new - drafts)
                 self._check_same(visible[:, :kept], self.positions.real_after(kept))
                 real = visible[:, -num_new:]
         self.check_due(num_new, drafts)
+        self.announced = Announcement(num_new, drafts, real)
+        if over_blocks and num_new == 1:
+            return mask
         used = None if told is None else self._live_mask(told, num_new, drafts)
         if used is not told and (told is not mask or self.stack.sliding is not None):
             self._check_same(told, used)
             used = told
-        self.announced = Announcement(num_new, drafts, real)
         return used if told is mask else mask
 
     def see_positions(self, position_ids: Tensor) -> None:
@@ -209,7 +220,7 @@ class Forwards:
             return
         if settings.pin_prompt is True and ledger.extends_prompt(sure):
             self.pins.check_prompt(ledger.prompt_tokens + sure)
-        if self.is_due(num_new, drafts) and self._mask_is_opaque:
+        if self.is_due(num_new, drafts) and self.mask_is_opaque:
             raise ValueError(
                 "attention_mask: a 4-D mask does not say which tokens are pads, so none can be "
                 "evicted; pass the 2-D mask, or budget=None"

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvpage.architectures import AttentionSite, Split, decoder_of, describe
+from kvpage.attention import register
 from kvpage.compat import cache_argument, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 
@@ -186,7 +187,7 @@ def _mask_of(mask: object) -> Tensor | None:
     if mask is not None and not isinstance(mask, Tensor):
         raise TypeError(
             f"attention_mask: a tensor or None expected, got {type(mask).__name__}; use "
-            "attn_implementation 'sdpa' or 'eager'"
+            "attn_implementation 'sdpa', 'eager' or 'kvpage'"
         )
     return mask
 
@@ -254,6 +255,7 @@ _lock = threading.RLock()
 
 def _attachment_of(model: nn.Module) -> Attachment:
     """The attachment of `model`, hooked now if it is not; `ValueError` where unsupported."""
+    register()
     with _lock:
         described = describe(model)
         decoder = described.module

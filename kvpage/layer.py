@@ -21,6 +21,7 @@ from kvpage.blocks import Layout
 from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import Protection, apply_plan, plan, select
 from kvpage.ledger import Ledger, Step
+from kvpage.places import Places
 from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.storage import LayerStorage
@@ -60,6 +61,7 @@ class PagedLayer(CacheLayerMixin):
     """A layer of a `PagedCompactCache`; lengths live in the ledger that such layers share."""
 
     is_sliding = False
+    window: int | None = None
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -131,23 +133,59 @@ class PagedLayer(CacheLayerMixin):
         return twin
 
     def apply(
-        self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
+        self,
+        step: Step,
+        due: DueCompaction | None,
+        scorer: Scorer,
+        keys: Tensor,
+        values: Tensor,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return what the new
-        tokens attend to."""
+        tokens attend to.
+
+        places: where attention will read them in the blocks; what is returned stands for them.
+        """
         storage = self.storage
         if storage is not None and storage.holds(step.layout) and not torch.is_grad_enabled():
             self.proposed, self.step_index = None, step.index
-            first = self.first_visible(step.kept)
-            return storage.append(step, keys, values, first)  # makes nothing that outlives this
-        return self._apply(step, due, scorer, keys, values)
+            return self._append(step, keys, values, places)  # makes nothing that outlives this
+        return self._apply(step, due, scorer, keys, values, places)
 
     @without_autograd
     def _apply(
-        self, step: Step, due: DueCompaction | None, scorer: Scorer, keys: Tensor, values: Tensor
+        self,
+        step: Step,
+        due: DueCompaction | None,
+        scorer: Scorer,
+        keys: Tensor,
+        values: Tensor,
+        places: Places | None,
     ) -> tuple[Tensor, Tensor]:
         if self.storage is None:
             self.storage = LayerStorage(self.ledger.block_size, keys, values)
+        self._prepare(step, due, scorer)
+        visible = self._append(step, keys, values, places)
+        self.step_index = step.index
+        return (keys, values) if step.kept == 0 else visible
+
+    @without_autograd
+    def advance(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> None:
+        """Everything of `step` but to append its tokens."""
+        self._prepare(step, due, scorer)
+        self.step_index = step.index
+
+    def _append(
+        self, step: Step, keys: Tensor, values: Tensor, places: Places | None
+    ) -> tuple[Tensor, Tensor]:
+        assert self.storage is not None
+        if places is None:
+            return self.storage.append(step, keys, values, self.first_visible(step.kept))
+        return self.storage.write(step.layout, keys, values, places.tables, places.start)
+
+    def _prepare(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> None:
+        """Compact if due, have the blocks that `step` says, and copy those it says."""
+        assert self.storage is not None
         self.proposed = None
         if not step.fresh:
             self.storage.ensure(step.num_blocks)
@@ -159,9 +197,6 @@ class PagedLayer(CacheLayerMixin):
         elif step.fresh:
             self.storage.relocate(step.num_blocks, step.relocations or ())
         self.storage.copy_blocks(step.copies)
-        visible = self.storage.append(step, keys, values, self.first_visible(step.kept))
-        self.step_index = step.index
-        return (keys, values) if step.kept == 0 else visible
 
     def first_visible(self, kept: int) -> int:
         """The first live token that tokens appended to `kept` live ones attend to."""
@@ -308,7 +343,7 @@ class SlidingLayer(PagedLayer):
 
     def __init__(self, ledger: Ledger, window: int) -> None:
         super().__init__(ledger)
-        self.window = window
+        self.window: int = window
 
     def first_visible(self, kept: int) -> int:
         return max(0, kept - self.window + 1)

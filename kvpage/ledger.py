@@ -63,8 +63,12 @@ class Ledger:
     block changes its id.
     """
 
-    def __init__(self, budget: int | None, interval: int, block_size: int) -> None:
+    def __init__(
+        self, budget: int | None, interval: int, block_size: int, static: bool = False
+    ) -> None:
+        """static: have the storage that the budget needs from the first token on."""
         self.budget, self.interval, self.block_size = budget, interval, block_size
+        self.static = static
         self.pool = BlockPool(0)
         self.tables: list[list[int]] = []
         self.clear()
@@ -181,6 +185,12 @@ class Ledger:
         self.floor = self.budget
         return step
 
+    @property
+    def stays(self) -> bool:
+        """Whether compactions are in place: every row has a region of its own."""
+        alone = self.pool.users == 1 and not self.sharing
+        return alone and self.static and self.layout.strides is not None
+
     def select_rows(self, rows: list[int]) -> None:
         """Row `i` becomes a copy of row `rows[i]`: blocks are shared, not copied."""
         tables = [list(self.tables[row]) for row in rows]
@@ -250,6 +260,8 @@ class Ledger:
 
     def _capacity(self, needed: int, *, compacts: bool) -> int:
         """Blocks per row the storage should have for rows of `needed` blocks."""
+        if self.static and self.bound is not None and needed <= self.bound:
+            return self.bound
         current = self.pool.num_blocks // self.batch_size
         roomy = needed + max(needed // 4, 4)
         if self.bound is not None:

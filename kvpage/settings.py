@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PinPrompt = bool | Literal["auto"]
+BACKENDS = ("auto", "triton", "reference", "flash_attn")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Settings:
     recent: int
     pin_prompt: PinPrompt
     trace: bool
+    backend: str = "auto"
+    static: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -29,6 +32,14 @@ class Settings:
         _check_integer("recent", self.recent, 0)
         if not isinstance(self.trace, bool):
             raise TypeError(f"trace: True or False expected, got {self.trace!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"backend: one of {', '.join(map(repr, BACKENDS))} expected, got {self.backend!r}"
+            )
+        if not isinstance(self.static, bool):
+            raise TypeError(f"static: True or False expected, got {self.static!r}")
+        if self.static and self.budget is None:
+            raise ValueError("static: needs a budget, which bounds what is allocated, got None")
         if not isinstance(self.pin_prompt, bool) and self.pin_prompt != "auto":
             raise ValueError(f"pin_prompt: True, False or 'auto' expected, got {self.pin_prompt!r}")
         least = self.sinks + self.recent + self.block_size

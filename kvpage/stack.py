@@ -26,7 +26,7 @@ class LayerStack:
         self.settings, self.all = settings, layers
         self.paged: list[PagedLayer] = []
         self.states: list[Any] = []
-        self.ledger = Ledger(settings.budget, settings.interval, settings.block_size)
+        self.ledger = self._new_ledger(settings.budget)
         self.sliding: Ledger | None = None
 
     @property
@@ -148,6 +148,9 @@ class LayerStack:
         if window is None:
             return PagedLayer(self.ledger)
         if self.sliding is None:
-            settings = self.settings
-            self.sliding = Ledger(window - 1, settings.interval, settings.block_size)
+            self.sliding = self._new_ledger(window - 1)
         return SlidingLayer(self.sliding, window)
+
+    def _new_ledger(self, budget: int | None) -> Ledger:
+        settings = self.settings
+        return Ledger(budget, settings.interval, settings.block_size, settings.static)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvpage import kernels
 from kvpage.blocks import Layout
 from kvpage.ledger import Step
 
@@ -78,9 +79,23 @@ class LayerStorage:
         _scatter(self.values, slots, values)
         return self.read(step.layout, stop, first)
 
+    def write(
+        self, layout: Layout, keys: Tensor, values: Tensor, tables: Tensor, start: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write `keys` and `values` `[B, Hkv, q, D]` through block `tables` int32 `[B, width]`,
+        from slots `start` int32 `[B]` on.
+
+        Returns placeholders of one token each: NaN, so that who takes them for the live keys and
+        values is found out.
+        """
+        self._use(layout)
+        kernels.write_kv(self.keys, self.values, keys, values, tables, start)
+        nan = keys.new_full((), torch.nan)
+        return nan.expand(*keys.shape[:2], 1, keys.shape[3]), nan.expand(values.shape)
+
     def holds(self, layout: Layout) -> bool:
-        """Whether `layout` is the one last used and its rows are views."""
-        return layout is self._layout and self._rows is not None
+        """Whether `layout` is the one last used, with all it asks for in place."""
+        return layout is self._layout
 
     def read(self, layout: Layout, live: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The keys and values `[B, Hkv, live - first, D]` of live slots `[first, live)` under

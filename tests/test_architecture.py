@@ -11,16 +11,17 @@ ORDER = [  # a module imports only from lines above its own
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention"}
     | {"kernels.triton_score_tokens", "kernels.triton_write_kv"},
     {"kernels", "ledger", "architectures", "centroids"},
-    {"contract", "storage", "scoring"},
-    {"hooks", "compaction"},
-    {"meeting", "layer", "pins"},
-    {"stack"},
+    {"contract", "storage", "scoring", "places"},
+    {"attention", "compaction"},
+    {"hooks", "layer", "pins"},
+    {"meeting", "stack"},
     {"forwards", "report"},
+    {"decoding"},
     {"core"},
     {"cache"},
     {"kvpage"},
 ]
-KNOW_TRANSFORMERS = {"architectures", "cache", "compat", "hooks", "layer", "meeting"}
+KNOW_TRANSFORMERS = {"architectures", "attention", "cache", "compat", "hooks", "layer", "meeting"}
 KNOW_TRITON = {
     "kernels.triton_move_slots",
     "kernels.triton_paged_attention",

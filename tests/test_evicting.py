@@ -14,7 +14,7 @@ def check(model, cache, ids, logits, real=None):
     check_against_oracle(model, cache.trace, ids[:, :-1], logits, real)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 @pytest.mark.parametrize("name", MODELS)
 def test_evicting_is_attention_over_what_lives(name, attention):
     model = build(name, attention)
@@ -41,7 +41,7 @@ def test_prompts_around_every_boundary_evict_exactly(length):
     check(model, cache, ids, logits)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 def test_rows_of_a_padded_batch_evict_exactly(attention):
     model = build("llama-gqa3-tied", attention)
     ids = prompt(50, batch=3)

@@ -11,7 +11,7 @@ PROMPTS = (1, 15, 16, 17, 300)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 def test_never_evicting_equals_dynamic_cache(name, attention):
     model = build(name, attention)
     for length in PROMPTS:
@@ -37,7 +37,7 @@ def test_never_evicting_equals_dynamic_cache_in_low_precision(name, dtype):
     torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 def test_rows_of_a_padded_batch_equal_dynamic_cache(attention):
     model = build("llama-gqa3-tied", attention)
     ids = prompt(33, batch=3)

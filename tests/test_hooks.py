@@ -76,7 +76,7 @@ def test_both_names_of_the_argument_work_in_a_forward(model, name):
     assert cache.statistics(0).count.tolist() == [20]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 def test_a_bare_decoder_with_padding_needs_no_set_up(attention):
     model = build("llama-gqa3-tied", attention)
     decoder = model.get_decoder()

@@ -21,6 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvpage import register
+
+register()
 VOCABULARY = 101
 RELEASE = Version(transformers.__version__).release
 NEEDS_5_24 = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-import kvpage.kernels.reference as reference
+from kvpage.kernels import reference
 from kvpage.kernels.reference import key_norms
 
 __all__ = ["key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]

@@ -148,3 +148,38 @@ def paged_attention(
         logits = torch.cat([logits, sink], dim=3)
     weights = logits.softmax(dim=3)[..., : len(slot)].masked_fill(hidden, 0)
     return (weights @ v).view(batch, heads, -1).to(query.dtype)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by the formula: `softmax(softcap tanh(scale q . k / softcap) + mask) v`.
+
+    query: `[B, H, q, D]`; keys, values: `[B, Hkv, L, D]` and `Dv`; mask: bool (False hides) or
+    additive, broadcastable to `[B, H, q, L]`; sinks: `[H]`, a logit per head that takes its share
+    of the softmax and has no value. In float32, or float64 if the query is; returns
+    `[B, H, q, Dv]` in the query's dtype, zeros where nothing is seen.
+    """
+    (batch, heads, count, dim), kv_heads = query.shape, keys.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(dtype).reshape(batch, kv_heads, -1, dim)  # [B, Hkv, G q, D]
+    logits = (grouped @ keys.to(dtype).mT * scale).view(batch, heads, count, -1)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        logits = logits + mask.to(dtype)
+    if sinks is None:  # none, but for a query that sees nothing: its weights are zero, not NaN
+        sink = torch.where(logits.amax(dim=3, keepdim=True) == -torch.inf, 0.0, -torch.inf)
+    else:
+        sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, -1, count, -1)
+    weights = torch.cat((logits, sink), dim=3).softmax(dim=3)[..., :-1]
+    out = weights.view(batch, kv_heads, -1, weights.shape[3]) @ values.to(dtype)
+    return out.view(batch, heads, count, -1).to(query.dtype)

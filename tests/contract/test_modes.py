@@ -140,7 +140,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name_of)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 @pytest.mark.parametrize("name", MODELS)
 def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention, mode):
     model = build(name, attention)
@@ -156,7 +156,7 @@ def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention,
     [mode for mode in MODES if mode is not embeddings],
     ids=name_of,
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 @pytest.mark.parametrize("name", MODELS)
 def test_over_budget_every_mode_attends_to_exactly_what_lives(name, attention, mode):
     """Every logit of every row, whatever was reordered, cropped or padded, is the oracle's."""
@@ -193,7 +193,7 @@ def test_between_the_chunks_of_a_prompt_the_cache_compacts(chunk):
     assert cache.get_seq_length() == 429
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 def test_sixteen_rows_of_very_different_lengths_give_what_each_gives_alone(attention):
     model = build("llama-gqa3-tied", attention)
     ids, mask = prompt(120, batch=16), torch.ones(16, 120, dtype=torch.long)

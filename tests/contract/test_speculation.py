@@ -40,7 +40,7 @@ def same_evictions(a, b):
             assert torch.equal(kept, expected)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
 @pytest.mark.parametrize("scorer", ["centroid", "streaming", "random"])
 def test_a_draft_model_equals_plain_decoding_with_every_scorer(attention, scorer):
     """But `knorm`: the first layer's keys of one token have one norm but for rounding, wherever
