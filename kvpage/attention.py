@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvpage import kernels
 from kvpage.compat import not_compiled
 from kvpage.kernels import reference
-from kvpage.places import Places
+from kvpage.places import Places, reads_are_free
 from kvpage.storage import LayerStorage
 
 NAME = "kvpage"
@@ -267,6 +267,6 @@ def mask(
     if attention_mask is None:
         return None
     visible = attention_mask[:, kv_offset:stop].bool()
-    if visible.device.type == "cpu" and bool(visible.all()):
+    if reads_are_free(visible.device) and bool(visible.all()):
         return None
     return visible[:, None, None]

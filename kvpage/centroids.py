@@ -122,13 +122,12 @@ class LayerStatistics:
         """Take the vectors of a one-token forward without a tensor that outlives it: they go to
         place `index` int64 `[1]`, on the host `at`, of a cycle of `FOLD_TOKENS`."""
         self.hold(at)
-        tokens = [part.reshape(self.batch, 1, -1) for part in vectors[:2]]
         if self._cycle is None:
             queries, keys = (
-                part.new_empty(self.batch, FOLD_TOKENS, part.shape[2]) for part in tokens
+                part.new_empty(self.batch, FOLD_TOKENS, *part.shape[2:]) for part in vectors[:2]
             )
             self._cycle = queries, keys
-        for buffer, token in zip(self._cycle, tokens, strict=True):
+        for buffer, token in zip(self._cycle, vectors[:2], strict=True):
             buffer.index_copy_(1, index, token)
 
     def hold(self, at: int) -> None:

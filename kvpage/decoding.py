@@ -17,7 +17,7 @@ from kvpage.contract import ModelKey
 from kvpage.forwards import Forward, Forwards
 from kvpage.layer import PagedLayer, without_autograd
 from kvpage.ledger import Step
-from kvpage.places import Pads, Places
+from kvpage.places import Pads, Places, reads_are_free
 from kvpage.settings import Settings
 
 
@@ -88,7 +88,7 @@ class Decoding:
         if places is None:
             visible = self.real_slots(layer.is_sliding)
             visible = None if visible is None else visible[:, -keys.shape[2] :].to(keys.device)
-            if visible is not None and visible.device.type == "cpu" and bool(visible.all()):
+            if visible is not None and reads_are_free(visible.device) and bool(visible.all()):
                 visible = None
         backend = self._backend(layer)
         hand_over(

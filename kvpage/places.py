@@ -141,6 +141,11 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def reads_are_free(device: torch.device) -> bool:
+    """Whether what is on `device` can be read without waiting for it."""
+    return device.type == "cpu"
+
+
 def to_device(values: list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` as a tensor on `device`, without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype)

@@ -42,12 +42,7 @@ def single_token_prompt(model, cache):
 
 
 CORE = [long_trace, padded_beams, assisted]
-MODES = [
-    *(pytest.param(mode, marks=pytest.mark.core) for mode in CORE),
-    two_turns,
-    chunked_prompt,
-    single_token_prompt,
-]
+MODES = [*CORE, two_turns, chunked_prompt, single_token_prompt]
 
 
 def skip_what_can_not_be(model, mode):
@@ -55,10 +50,24 @@ def skip_what_can_not_be(model, mode):
         pytest.skip("transformers does no assisted decoding with recurrent states")
 
 
-@pytest.mark.parametrize("mode", MODES, ids=name_of)
+def with_attention(model, attention):
+    """`model` with the attention over blocks, or its own (SDPA or eager)."""
+    if attention != "own":
+        model.set_attn_implementation("kvpage")
+    return model
+
+
+def runs(*attentions):
+    """Every mode with the model's own attention; the core ones with `attentions` too."""
+    core = [pytest.param(mode, "own", marks=pytest.mark.core) for mode in CORE]
+    other = [(mode, "own") for mode in MODES[len(CORE) :]]
+    return [*core, *other, *((mode, attention) for attention in attentions for mode in CORE)]
+
+
+@pytest.mark.parametrize(("mode", "attention"), runs("kvpage"), ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_never_evicting_is_what_dynamic_cache_does(name, mode):
-    model = family(name)
+def test_never_evicting_is_what_dynamic_cache_does(name, mode, attention):
+    model = with_attention(family(name), attention)
     skip_what_can_not_be(model, mode)
     windows = mode is not assisted or RELEASE >= (5, 15)  # older sliding layers can't be cropped
     theirs = DynamicCache(config=model.config) if windows else DynamicCache()
@@ -68,16 +77,16 @@ def test_never_evicting_is_what_dynamic_cache_does(name, mode):
     cache.check()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=name_of)
+@pytest.mark.parametrize(("mode", "attention"), runs("kvpage", "static"), ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_over_budget_each_query_sees_exactly_what_lives(name, mode):
-    model, stepwise = family(name), 0
+def test_over_budget_each_query_sees_exactly_what_lives(name, mode, attention):
+    model, stepwise = with_attention(family(name), attention), 0
     skip_what_can_not_be(model, mode)
     if name == "llama-dynamic":  # a key depends on the length at which it was cached
         stepwise = {long_trace: 30, single_token_prompt: 1}.get(mode)
         if stepwise is None:
             pytest.skip("the oracle repeats the forwards of the plain modes only")
-    cache = Watched(model, **SMALL)
+    cache = Watched(model, **SMALL, static=attention == "static")
     handles = [cache.follow(model), all_logits(model)]
     mode(model, cache)
     for handle in handles:
