@@ -314,7 +314,8 @@ class Ledger:
         """Extend every table to `needed` blocks; a shared block about to be written is replaced."""
         copies = []
         first_written, partial = divmod(kept, self.block_size)
-        for table in self.tables:
+        region = self.pool.num_blocks // self.batch_size
+        for row, table in enumerate(self.tables):
             if partial and self.pool.ref_counts[table[first_written]] > 1:
                 shared = table[first_written]
                 (own,) = self._take(1)
@@ -323,7 +324,8 @@ class Ledger:
                 copies.append((shared, own))
                 self._changed = True
             if len(table) < needed:
-                table += self._take(needed - len(table), table[-1] if table else None)
+                before = table[-1] if table else row * region - 1
+                table += self._take(needed - len(table), before)
                 self._changed = True
         return tuple(copies)
 
