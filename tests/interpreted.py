@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,29 @@ def triton_version(op: str) -> Callable[..., Any]:
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    _mend_bfloat16()
+
+
+def _mend_bfloat16() -> None:
+    """Triton's interpreter keeps bfloat16 as integers: `tl.dot` multiplies those, and a cast from
+    float32 cuts bits off where the hardware rounds."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast_impl, create_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast(self, x, dtype):
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast_impl(self, x, dtype)
+        bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.uint16)
+        return TensorHandle(bits.numpy(), tl.bfloat16)
+
+    def dot(self, a, b, *args):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast_impl(self, x, tl.float32) for x in (a, b))
+        return create_dot(self, a, b, *args)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
 
 
 def _pack(tensor: Tensor) -> tuple:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,14 +69,17 @@ def paged_attention(
     visible: Tensor | None = None,
 ) -> Tensor:
     """Attend to the live slots of each row: see `reference.paged_attention`."""
-    attend = reference.paged_attention
-    if keys.device.type == "cuda" and query.dtype != torch.float64:
-        with _triton_needed():
-            from kvpage.kernels.triton_paged_attention import paged_attention as attend
-    return attend(
-        query, keys, values, tables, stop, scale,
-        window=window, softcap=softcap, sinks=sinks, visible=visible,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "visible": visible,
+    }
+    if keys.device.type != "cuda" or query.dtype == torch.float64:
+        return reference.paged_attention(query, keys, values, tables, stop, scale, **options)
+    with _triton_needed():
+        from kvpage.kernels.triton_paged_attention import paged_attention as launch
+    return launch(query, keys, values, tables, stop, scale, **options)
 
 
 @contextmanager

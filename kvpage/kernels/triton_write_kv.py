@@ -1,7 +1,7 @@
 """`write_kv` in Triton: new keys and values go to their slots in one launch.
 
 Grid: one program per row, KV head and tile of new tokens. It finds the slots through the row's
-table and copies the tokens' keys, then their values. No two programs write the same slot, and none
+table and copies the tokens' keys and values. No two programs write the same slot, and none
 reads a block. Indices and addresses are int64. Values are moved as integers of their size: bits,
 whatever the dtype.
 """
@@ -41,12 +41,12 @@ def write_kv_kernel(
     dim = tl.arange(0, PADDED).to(tl.int64)
     new_keys += row * k_row_stride + head * k_head_stride
     new_values += row * v_row_stride + head * v_head_stride
-    mask = there[:, None] & (dim < DIM)[None, :]
-    k = tl.load(new_keys + new[:, None] * k_token_stride + dim[None, :] * k_dim_stride, mask)
-    tl.store(keys + slot[:, None] * DIM + dim[None, :], k, mask)  # [TILE, PADDED]
-    mask = there[:, None] & (dim < VALUE_DIM)[None, :]
-    v = tl.load(new_values + new[:, None] * v_token_stride + dim[None, :] * v_dim_stride, mask)
-    tl.store(values + slot[:, None] * VALUE_DIM + dim[None, :], v, mask)
+    is_key = there[:, None] & (dim < DIM)[None, :]
+    is_value = there[:, None] & (dim < VALUE_DIM)[None, :]
+    k = tl.load(new_keys + new[:, None] * k_token_stride + dim[None, :] * k_dim_stride, is_key)
+    v = tl.load(new_values + new[:, None] * v_token_stride + dim[None, :] * v_dim_stride, is_value)
+    tl.store(keys + slot[:, None] * DIM + dim[None, :], k, is_key)  # [TILE, PADDED]
+    tl.store(values + slot[:, None] * VALUE_DIM + dim[None, :], v, is_value)
 
 
 def launch_shape(new_tokens: int, dim: int, value_dim: int, block_size: int) -> dict[str, int]:
