@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 
 
 class Interpreter:
-    """`interpreter(op, *args)` is what the Triton version of `op` returns, else its last tensor.
+    """`interpreter(op, *args)` is what the Triton version of `op` returns, else what became of its
+    tensors.
 
     Tensors arrive as they lie: the whole of their memory, with shape, strides and offset.
     """
@@ -32,10 +33,10 @@ class Interpreter:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown()
 
-    def __call__(self, op: str, *args: Tensor | bool) -> Tensor:
+    def __call__(self, op: str, *args: Any, **options: Any) -> Any:
         same = [next(j for j, other in enumerate(args) if other is arg) for arg in args]
-        sent = [_pack(arg) if isinstance(arg, Tensor) else arg for arg in args]
-        return _unpack(self.call(_run, op, sent, same))
+        named = {name: _pack(value) for name, value in options.items()}
+        return _unpack(self.call(_run, op, [_pack(arg) for arg in args], same, named))
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._pool.submit(function, *args).result()
@@ -73,25 +74,33 @@ def _mend_bfloat16() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
 
 
-def _pack(tensor: Tensor) -> tuple:
-    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    raw = memory.numpy().tobytes()
-    return raw, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+class _Packed(NamedTuple):
+    memory: bytes
+    dtype: torch.dtype
+    place: tuple
 
 
-def _unpack(packed: tuple) -> Tensor:
-    raw, dtype, *place = packed
-    if not raw:
-        return torch.empty(place[0], dtype=dtype)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).as_strided(*place)
+def _pack(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    place = value.shape, value.stride(), value.storage_offset()
+    return _Packed(memory.numpy().tobytes(), value.dtype, place)
 
 
-def _run(op: str, sent: list, same: list[int]) -> tuple:
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item) for item in value]
+    if not isinstance(value, _Packed):
+        return value
+    if not value.memory:
+        return torch.empty(value.place[0], dtype=value.dtype)
+    return torch.frombuffer(bytearray(value.memory), dtype=value.dtype).as_strided(*value.place)
+
+
+def _run(op: str, sent: list, same: list[int], named: dict[str, Any]) -> Any:
     args: list = []
     for first, arg in zip(same, sent, strict=True):
-        if first < len(args):
-            args.append(args[first])
-        else:
-            args.append(_unpack(arg) if isinstance(arg, tuple) else arg)
-    result = triton_version(op)(*args)
-    return _pack(args[-1] if result is None else result)
+        args.append(args[first] if first < len(args) else _unpack(arg))
+    result = triton_version(op)(*args, **{name: _unpack(value) for name, value in named.items()})
+    return [_pack(arg) for arg in args] if result is None else _pack(result)

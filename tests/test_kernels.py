@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ def moves(tables, size: int, survivors: Tensor) -> tuple[Tensor, Tensor]:
 def check_moves(triton, blocks: Tensor, source: Tensor, target: Tensor, into=None) -> None:
     """Bit for bit as the reference, and nothing else changes."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[blocks.itemsize]
-    got = triton("move_slots", blocks, source, target, blocks if into is None else into)
+    *_, got = triton("move_slots", blocks, source, target, blocks if into is None else into)
     old = blocks.view(integer).clone()
     new = old if into is None else into.view(integer).clone()
     reference.move_slots(old, source, target, new)
@@ -269,27 +270,59 @@ def test_addresses_beyond_32_bits(triton, tmp_path):
 # Which version runs.
 
 
-def test_tensors_on_a_gpu_go_to_triton_unless_they_ask_for_float64(monkeypatch):
-    calls = []
-    for op in ("score_tokens", "move_slots"):
-        stub = SimpleNamespace(**{op: lambda *args, op=op: calls.append(op)})
-        monkeypatch.setitem(sys.modules, f"kvpage.kernels.triton_{op}", stub)
-    monkeypatch.setattr(reference, "score_tokens", lambda *args: calls.append("reference"))
+OPS = ("score_tokens", "move_slots", "write_kv", "paged_attention")
+
+
+def run_every_op(dtype: torch.dtype = torch.float32) -> None:
     with FakeTensorMode(), torch.device("cuda"):
         keys, (u, w) = torch.empty(2, 2, 9, 64), queries(2, 64, 32)
-        kernels.score_tokens(keys, u, w)
+        new, row, ends = torch.empty(2, 2, 1, 64), torch.empty(2, 1), torch.empty(2)
+        kernels.score_tokens(keys, u.to(dtype), w.to(dtype))
         kernels.move_slots(keys, keys, keys, keys)
-        kernels.score_tokens(keys, u.double(), w.double())
-    assert calls == ["score_tokens", "move_slots", "reference"]
+        kernels.write_kv(keys, keys, new, new, row, ends)
+        kernels.paged_attention(u.to(dtype), keys, keys, row, ends, 1.0, window=3)
 
 
-def test_a_gpu_without_triton_is_an_error(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Which versions were called: neither runs."""
+    calls: list[str] = []
+    for op in OPS:
+        stub = SimpleNamespace(**{op: lambda *_, op=op, **__: calls.append(f"triton {op}")})
+        monkeypatch.setitem(sys.modules, f"kvpage.kernels.triton_{op}", stub)
+        monkeypatch.setattr(reference, op, lambda *_, op=op, **__: calls.append(f"plain {op}"))
+    return calls
+
+
+def test_tensors_on_a_gpu_go_to_triton_unless_they_ask_for_float64(calls):
+    run_every_op()
+    assert calls == [f"triton {op}" for op in OPS]
+    calls.clear()
+    run_every_op(torch.float64)
+    assert calls == [
+        "plain score_tokens", "triton move_slots", "triton write_kv", "plain paged_attention"
+    ]  # fmt: skip
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(calls, monkeypatch):
+    @contextmanager
+    def current(device):
+        calls.append(str(device))
+        yield
+        calls.append("back")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    run_every_op()
+    assert calls == [call for op in OPS for call in ("cuda:0", f"triton {op}", "back")]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_gpu_without_triton_is_an_error(monkeypatch, op):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for op in ("score_tokens", "move_slots"):
-        monkeypatch.delitem(sys.modules, f"kvpage.kernels.triton_{op}", raising=False)
-    with FakeTensorMode(), torch.device("cuda"):
-        keys, (u, w) = torch.empty(2, 2, 9, 64), queries(2, 64, 32)
-        with pytest.raises(RuntimeError, match="pip install triton"):
-            kernels.score_tokens(keys, u, w)
-        with pytest.raises(RuntimeError, match="pip install triton"):
-            kernels.move_slots(keys, keys, keys, keys)
+    for other in OPS:
+        stub = SimpleNamespace(**{other: lambda *_, **__: None})
+        monkeypatch.setitem(sys.modules, f"kvpage.kernels.triton_{other}", stub)
+    monkeypatch.delitem(sys.modules, f"kvpage.kernels.triton_{op}")
+    with pytest.raises(RuntimeError, match="pip install triton"):
+        run_every_op()

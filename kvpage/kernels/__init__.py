@@ -7,7 +7,7 @@ imported then and not before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,18 +25,20 @@ def score_tokens(
     """Score every key against the expected coming queries: see `reference.score_tokens`."""
     if keys.device.type != "cuda" or direction.dtype != torch.float32:
         return reference.score_tokens(keys, direction, norm_weight, interleaved)
-    with _triton_needed():
+    with _triton_on(keys.device):
         from kvpage.kernels.triton_score_tokens import score_tokens as launch
-    return launch(keys, direction, norm_weight, interleaved)
+
+        return launch(keys, direction, norm_weight, interleaved)
 
 
 def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:
     """Copy tokens from slots to slots, in order: see `reference.move_slots`."""
     if blocks.device.type != "cuda":
         return reference.move_slots(blocks, source, target, into)
-    with _triton_needed():
+    with _triton_on(blocks.device):
         from kvpage.kernels.triton_move_slots import move_slots as launch
-    return launch(blocks, source, target, into)
+
+        return launch(blocks, source, target, into)
 
 
 def write_kv(
@@ -50,9 +52,10 @@ def write_kv(
     """Write new tokens to their slots: see `reference.write_kv`."""
     if keys.device.type != "cuda":
         return reference.write_kv(keys, values, new_keys, new_values, tables, start)
-    with _triton_needed():
+    with _triton_on(keys.device):
         from kvpage.kernels.triton_write_kv import write_kv as launch
-    return launch(keys, values, new_keys, new_values, tables, start)
+
+        return launch(keys, values, new_keys, new_values, tables, start)
 
 
 def paged_attention(
@@ -77,15 +80,19 @@ def paged_attention(
     }
     if keys.device.type != "cuda" or query.dtype == torch.float64:
         return reference.paged_attention(query, keys, values, tables, stop, scale, **options)
-    with _triton_needed():
+    with _triton_on(keys.device):
         from kvpage.kernels.triton_paged_attention import paged_attention as launch
-    return launch(query, keys, values, tables, stop, scale, **options)
+
+        return launch(query, keys, values, tables, stop, scale, **options)
 
 
 @contextmanager
-def _triton_needed() -> Iterator[None]:
+def _triton_on(device: torch.device) -> Iterator[None]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    several = torch.cuda.device_count() > 1
     try:
-        yield
+        with torch.cuda.device(device) if several else nullcontext():
+            yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "triton":
             raise

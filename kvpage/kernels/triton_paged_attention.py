@@ -6,11 +6,11 @@ several blocks, or be part of one), and reads keys and values once for all of it
 an online softmax in float32. A row's range is cut evenly on the device, so the grid depends on
 shapes only; with more than one split a second kernel combines the parts.
 
-Both products are `tl.dot` with the query heads padded to 16. On the tensor cores the padding costs
-less time than the tile takes to arrive, where products by hand take a reduction across threads per
-head and token: too slow from 4 query heads per KV head on, and little faster with one. The weights
-stay float32: those of 16-bit values enter as two 16-bit parts, because a single one would round
-the result as much again as its own dtype does.
+Both products are `tl.dot`, with the query heads padded to 16 in all cases: on tensor cores a tile
+is multiplied in fewer cycles than its bytes take to arrive, while products by hand need a reduction
+across threads for each head and token, which is too slow from about 4 query heads per KV head on
+(instructions counted, not measured). Weights stay float32: those of 16-bit values enter as two
+16-bit parts, since one part would round the result as much again as its own dtype does.
 
 Slots out of the row's range or hidden are never read, nor are their table entries; a tile's other
 slots count as zero, with weight zero. Addresses are int64.
@@ -22,6 +22,7 @@ A quantised cache with a scale per block would load it beside `block`, `[TILE]`,
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -31,14 +32,13 @@ from torch import Tensor
 HEADS = 16
 """Query heads per program: the least that tensor cores multiply."""
 TILE_BYTES = 32768
-"""Keys and values of a tile; two of them fit the shared memory of sm_89, and a program may use it
-all: what waits for memory is the tile after next, whoever asked for it."""
+"""Keys and values of a tile: two tiles fit the 99 KiB of sm_89, one arrives while one is used."""
 MOST_TILE = 64
 LEAST_SPLIT = 128
 """Tokens that are worth a program, a row of scratch and their share of the second kernel."""
 MOST_SPLITS = 128
 PROGRAMS = 2
-"""Programs per multiprocessor to aim for: at least half of it."""
+"""Programs per multiprocessor to aim for, then rounded down: all run at once, and cut evenly."""
 MULTIPROCESSORS = 132
 """Taken for granted where no GPU says otherwise."""
 LOG2E = 1.4426950408889634
@@ -176,7 +176,9 @@ def launch_shape(
 ) -> dict[str, int]:  # fmt: skip
     """The kernel's compile-time parameters and launch options.
 
-    The same for sm_80 to sm_90, whose shared memory is filled no further than the 99 KiB of sm_89.
+    The same for sm_80, sm_89 and sm_90: there, with five stages Triton keeps two tiles, because the
+    table's entries have to arrive before their keys can be asked for. `hip` (gfx942) keeps one in
+    its 64 KiB, the next one in registers.
     """
     padded = max(16, triton.next_power_of_2(dim))
     value_padded = max(16, triton.next_power_of_2(value_dim))
@@ -261,8 +263,9 @@ def paged_attention(
     splits = splits or count_splits(programs, reach, multiprocessors(query.device))
     part, stats = out, None
     if splits > 1:
-        part = torch.empty(batch * heads, splits, value_dim, device=query.device)
-        stats = torch.empty(batch * heads, splits, 2, device=query.device)
+        scratch: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+        part = torch.empty(batch * heads, splits, value_dim, **scratch)
+        stats = torch.empty(batch * heads, splits, 2, **scratch)
     scale, cap = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     paged_attention_kernel[(programs * splits,)](
         query, keys, values, tables, stop, sinks,
