@@ -122,8 +122,7 @@ def paged_attention(
     slot. A row that sees nothing gets zeros. What no row sees is never used: neither slots nor
     table entries, whatever they hold.
     """
-    (batch, heads, _), (kv_heads, _, size, _) = query.shape, keys.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    size = keys.shape[2]
     slot, stop = torch.arange(tables.shape[1] * size, device=query.device), stop[:, None]
     seen = slot < stop  # [B, L]
     if window is not None:
@@ -133,21 +132,10 @@ def paged_attention(
     in_use = seen.unflatten(1, (tables.shape[1], size)).any(2)
     tables = tables.masked_fill(~in_use, 0)
     k, v = (
-        blocks[:, tables].flatten(2, 3).transpose(0, 1).to(dtype)  # [B, Hkv, L, D]
-        .masked_fill(~seen[:, None, :, None], 0)
+        blocks[:, tables].flatten(2, 3).transpose(0, 1).masked_fill(~seen[:, None, :, None], 0)
         for blocks in (keys, values)
-    )  # fmt: skip
-    q = query.to(dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, D]
-    logits = q @ k.mT * scale  # [B, Hkv, G, L]
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    hidden = ~seen[:, None, None]
-    logits = logits.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(kv_heads, -1, 1).expand(batch, -1, -1, -1)
-        logits = torch.cat([logits, sink], dim=3)
-    weights = logits.softmax(dim=3)[..., : len(slot)].masked_fill(hidden, 0)
-    return (weights @ v).view(batch, heads, -1).to(query.dtype)
+    )  # [B, Hkv, L, D]
+    return attend(query[:, :, None], k, v, seen[:, None, None], scale, softcap, sinks)[:, :, 0]
 
 
 def attend(
