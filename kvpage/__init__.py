@@ -3,7 +3,7 @@
 from kvpage.attention import register
 from kvpage.cache import PagedCompactCache
 from kvpage.centroids import Statistics
-from kvpage.core import TracedCompaction
+from kvpage.compaction import TracedCompaction
 from kvpage.hooks import attach, detach
 from kvpage.report import Report
 from kvpage.scoring import Scorer

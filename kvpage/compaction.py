@@ -6,13 +6,14 @@ says which physical slot each moves to, `apply_plan` moves them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvpage import kernels
 from kvpage.blocks import Layout
+from kvpage.kernels import reference
 from kvpage.ledger import Step
 from kvpage.positions import PAD
 from kvpage.storage import LayerStorage
@@ -43,6 +44,10 @@ class Protection:
             protected |= (positions >= start) & (positions < stop)
         return protected & (positions != PAD)
 
+    def candidates(self, positions: Tensor) -> Tensor:
+        """bool `[B, Hkv, L]`: which live tokens may be evicted and are no pads."""
+        return ~self.mask(positions) & (positions != PAD)
+
 
 @dataclass(frozen=True)
 class CompactionPlan:
@@ -57,19 +62,42 @@ class CompactionPlan:
     target: Tensor
 
 
-def select(scores: Tensor, positions: Tensor, kept: int, protection: Protection) -> Tensor:
+@dataclass
+class TracedCompaction:
+    """Which tokens one compaction left: kept when a cache is made with `trace=True`."""
+
+    seen_tokens: int
+    """Tokens each row had seen when it ran."""
+    positions: list[Tensor] = field(default_factory=list)
+    """Per layer of full attention, int32 `[B, Hkv, kept]` on the CPU: token positions that live on,
+    pads -1."""
+
+    def select_rows(self, rows: Tensor) -> TracedCompaction:
+        """What it left of the rows `rows`."""
+        return TracedCompaction(self.seen_tokens, [kept[rows] for kept in self.positions])
+
+
+def select(
+    scores: Tensor,
+    positions: Tensor,
+    kept: int,
+    protection: Protection,
+    moments: kernels.Moments | None = None,
+) -> Tensor:
     """The live slots `[B, Hkv, kept]` int64 that survive, in token order.
 
     scores: `[B, Hkv, L]`, or `[B, H, L]` to be standardised over the candidates per query head and
-    merged by their maximum within a KV head; positions: int32 `[B, Hkv, L]`. Protected tokens stay,
-    pads go first, ties go to the earlier token, NaN counts as the lowest score.
+    merged by their maximum within a KV head; positions: int32 `[B, Hkv, L]`; moments: of the scores
+    of query heads over the candidates, where the scorer has them. Protected tokens stay, pads go
+    first, ties go to the earlier token, NaN counts as the lowest score.
     """
     batch, kv_heads, live = positions.shape
     protected = protection.mask(positions)
     pad = positions == PAD
     if scores.shape[1] != kv_heads:
-        grouped = scores.view(batch, kv_heads, -1, live)
-        scores = _standardise(grouped, ~(protected | pad)[:, :, None]).amax(dim=2)
+        if moments is None:
+            moments = reference.moments(scores, ~(protected | pad))
+        scores = standardised(scores, moments).view(batch, kv_heads, -1, live).amax(dim=2)
     scores = scores.nan_to_num(nan=-torch.inf)
     lowest = torch.finfo(scores.dtype).min
     scores = scores.clamp_min(lowest).masked_fill(protected, torch.inf)
@@ -78,18 +106,11 @@ def select(scores: Tensor, positions: Tensor, kept: int, protection: Protection)
     return order[..., :kept].sort(dim=-1).values
 
 
-def _standardise(scores: Tensor, candidates: Tensor) -> Tensor:
-    """z-score over the last dimension, with mean and deviation of the `candidates` alone.
-
-    Zero for a head without a preference, whose deviation is nothing but rounding.
-    """
-    highest = scores.masked_fill(~candidates, -torch.inf).amax(dim=-1, keepdim=True)
-    lowest = scores.masked_fill(~candidates, torch.inf).amin(dim=-1, keepdim=True)
-    count = candidates.sum(dim=-1, keepdim=True).clamp_min(1)
-    mean = torch.where(candidates, scores, 0.0).sum(dim=-1, keepdim=True) / count
-    centred = scores - mean
-    variance = torch.where(candidates, centred, 0.0).square().sum(dim=-1, keepdim=True) / count
-    z = centred / variance.sqrt().clamp_min(torch.finfo(scores.dtype).tiny)
+def standardised(scores: Tensor, moments: kernels.Moments) -> Tensor:
+    """z-scores `[B, H, L]`; zero for a head without a preference, whose deviation is nothing but
+    rounding."""
+    mean, deviation, lowest, highest = (moment[..., None] for moment in moments)
+    z = (scores - mean) / deviation.clamp_min(torch.finfo(scores.dtype).tiny)
     return torch.where(highest > lowest, z, 0.0)
 
 

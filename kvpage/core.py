@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kvpage.centroids import Vectors
+from kvpage.compaction import TracedCompaction
 from kvpage.compat import INSTEAD
 from kvpage.contract import HookedCache, ModelKey
 from kvpage.decoding import Decoding
@@ -23,22 +23,6 @@ from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
-
-
-@dataclass
-class TracedCompaction:
-    """Which tokens one compaction left: kept when a cache is made with `trace=True`."""
-
-    seen_tokens: int
-    """Tokens each row had seen when it ran."""
-    positions: list[Tensor] = field(default_factory=list)
-    """Per layer of full attention, int32 `[B, Hkv, kept]` on the CPU: token positions that live on,
-    pads -1."""
-
-    def select_rows(self, rows: Tensor) -> TracedCompaction:
-        """What it left of the rows `rows`."""
-        return TracedCompaction(self.seen_tokens, [kept[rows] for kept in self.positions])
-
 
 ROPE_CHECK_TOKENS = 8
 

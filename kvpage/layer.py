@@ -23,7 +23,7 @@ from kvpage.compaction import Protection, apply_plan, plan, select
 from kvpage.ledger import Ledger, Step
 from kvpage.places import Places
 from kvpage.rope import RopeSource
-from kvpage.scoring import Scorer
+from kvpage.scoring import Scorer, StandardisingScorer
 from kvpage.storage import LayerStorage
 
 P = ParamSpec("P")
@@ -303,8 +303,13 @@ class PagedLayer(CacheLayerMixin):
             statistics = self.statistics.read(vectors)
         positions = self.positions(due.appended)
         keys = self.storage.read(layout, positions.shape[2])[0]
-        scores = scorer(keys, statistics, due.next_position)
-        survivors = select(scores, positions, kept, due.protection)
+        if isinstance(scorer, StandardisingScorer):
+            candidates = due.protection.candidates(positions)
+            scores, moments = scorer.with_moments(keys, statistics, due.next_position, candidates)
+            survivors = select(scores, positions, kept, due.protection, moments)
+        else:
+            scores = scorer(keys, statistics, due.next_position)
+            survivors = select(scores, positions, kept, due.protection)
         return survivors, positions.gather(2, survivors)
 
     # What `Cache` asks of its layers; the lengths are the ledger's.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvpage import kernels
 from kvpage.centroids import Statistics
+from kvpage.kernels import Moments
 from kvpage.rope import Rope
 
 OFFSETS = tuple(2**i for i in range(13))
@@ -43,6 +44,21 @@ class Scorer(Protocol):
     def __call__(
         self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class StandardisingScorer(Scorer, Protocol):
+    """A scorer of query heads that has the moments of its scores from the same pass."""
+
+    def with_moments(
+        self,
+        keys: Tensor,
+        statistics: Statistics | None,
+        next_position: Tensor,
+        candidates: Tensor,
+    ) -> tuple[Tensor, Moments]:
+        """Scores `[B, H, L]` and their moments over `candidates`, bool `[B, Hkv, L]`."""
+        ...
 
 
 def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) -> Tensor:
@@ -79,12 +95,32 @@ class Centroid:
     def __call__(
         self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
     ) -> Tensor:
+        return self._score(keys, statistics, next_position, None)[0]
+
+    def with_moments(
+        self,
+        keys: Tensor,
+        statistics: Statistics | None,
+        next_position: Tensor,
+        candidates: Tensor,
+    ) -> tuple[Tensor, Moments]:
+        scores, moments = self._score(keys, statistics, next_position, candidates)
+        assert moments is not None
+        return scores, moments
+
+    def _score(
+        self,
+        keys: Tensor,
+        statistics: Statistics | None,
+        next_position: Tensor,
+        candidates: Tensor | None,
+    ) -> tuple[Tensor, Moments | None]:
         assert statistics is not None
         rope = statistics.rope
         direction = expected_query(statistics.query_mean, rope, next_position)
         spread = statistics.query_magnitude - rope.magnitude(statistics.query_mean)
         weight = spread.clamp_min(0) * rope.attention_scaling
-        return kernels.score_tokens(keys, direction, weight, rope.interleaved)
+        return kernels.score_tokens(keys, direction, weight, rope.interleaved, candidates)
 
 
 class Streaming:

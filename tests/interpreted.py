@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -81,6 +81,8 @@ class _Packed(NamedTuple):
 
 
 def _pack(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return _like(value, map(_pack, value))
     if not isinstance(value, Tensor):
         return value
     memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
@@ -91,11 +93,17 @@ def _pack(value: Any) -> Any:
 def _unpack(value: Any) -> Any:
     if isinstance(value, list):
         return [_unpack(item) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, _Packed):
+        return _like(value, map(_unpack, value))
     if not isinstance(value, _Packed):
         return value
     if not value.memory:
         return torch.empty(value.place[0], dtype=value.dtype)
     return torch.frombuffer(bytearray(value.memory), dtype=value.dtype).as_strided(*value.place)
+
+
+def _like(value: tuple, parts: Iterable[Any]) -> tuple:
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def _run(op: str, sent: list, same: list[int], named: dict[str, Any]) -> Any:

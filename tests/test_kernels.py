@@ -49,11 +49,24 @@ def queries(groups: int, dim: int, bands: int, batch: int = 2, kv_heads: int = 2
 
 
 def check_scores(triton, keys: Tensor, u: Tensor, w: Tensor, interleaved: bool) -> None:
-    """Within twice the error of the float32 reference, or one unit in the last place."""
-    exact = reference.score_tokens(keys, u.double(), w.double(), interleaved)
-    plain = reference.score_tokens(keys, u, w, interleaved)
-    got = triton("score_tokens", keys, u, w, interleaved)
+    """Within twice the error of the float32 reference, or one unit in the last place; so are the
+    moments over most tokens, no token, or one."""
+    exact, _ = reference.score_tokens(keys, u.double(), w.double(), interleaved)
+    plain, _ = reference.score_tokens(keys, u, w, interleaved)
+    candidates = torch.rand(keys.shape[:3]) < 0.8
+    candidates[0, 0], candidates[1, 0, 1:] = False, False
+    got, moments = triton("score_tokens", keys, u, w, interleaved, candidates)
     assert got.dtype == torch.float32 and got.shape == exact.shape
+    assert torch.equal(triton("score_tokens", keys, u, w, interleaved)[0], got)
+    assert_as_close(got, plain, exact)
+    expected = reference.moments(got.double(), candidates)
+    for name, value, double in zip(moments._fields, moments, expected, strict=True):
+        scale = exact.abs().max() if name in ("mean", "deviation") else 0.0
+        assert value.shape == u.shape[:2]
+        torch.testing.assert_close(value.double(), double, rtol=1e-5, atol=float(1e-6 * scale))
+
+
+def assert_as_close(got: Tensor, plain: Tensor, exact: Tensor) -> None:
     error, allowed = (got - exact).abs().max(), (plain - exact).abs().max()
     assert error <= max(2 * allowed, torch.finfo(torch.float32).eps * exact.abs().max())
 
@@ -116,7 +129,26 @@ def test_free_slots_never_show_in_scores(triton, tables, live):
 
 
 def test_no_live_token_has_no_score(triton):
-    assert triton("score_tokens", torch.empty(2, 2, 0, 64), *queries(1, 64, 32)).shape == (2, 2, 0)
+    scores, moments = triton("score_tokens", torch.empty(2, 2, 0, 64), *queries(1, 64, 32))
+    assert scores.shape == (2, 2, 0) and moments is None
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_moments_are_of_small_differences_between_large_scores(triton, offset):
+    """Sums of squares would lose them: scores around 10,000 that differ by one."""
+    torch.manual_seed(0)
+    keys = torch.randn(1, 1, 2000, 64)
+    keys[..., 0] += offset
+    u, w = torch.zeros(1, 2, 64), torch.zeros(1, 2, 32)
+    u[..., 0] = 1.0
+    candidates = torch.rand(1, 1, 2000) < 0.5
+    _, moments = triton("score_tokens", keys, u, w, False, candidates)
+    exact = keys[0, 0, :, 0].double()[candidates[0, 0]]
+    torch.testing.assert_close(
+        moments.mean.double(), exact.mean().expand(1, 2), rtol=1e-6, atol=1e-5
+    )
+    deviation = exact.std(correction=0).expand(1, 2)
+    torch.testing.assert_close(moments.deviation.double(), deviation, rtol=1e-4, atol=0)
 
 
 def bytes_to_move(op: str, *args: Tensor) -> int:
@@ -125,7 +157,7 @@ def bytes_to_move(op: str, *args: Tensor) -> int:
 
 def test_bytes_to_move_count_every_tensor_once_and_moved_tokens_twice(triton):
     keys, (u, w) = torch.empty(2, 2, 9, 64, dtype=torch.float16), queries(3, 64, 32)
-    expected = sum(t.nbytes for t in (keys, u, w, reference.score_tokens(keys, u, w)))
+    expected = sum(t.nbytes for t in (keys, u, w, reference.score_tokens(keys, u, w)[0]))
     assert triton.call(bytes_to_move, "score_tokens", keys, u, w) == expected
     blocks, source = torch.empty(2, 5, 4, 64), torch.zeros(3, 2, 7, dtype=torch.int64)
     expected = 2 * 3 * 2 * 7 * 64 * 4 + 8 * 3 * 7 * (2 + 1)
@@ -251,8 +283,8 @@ def far_slots(path: str) -> bool:
     sparse[0, 0, -1] = 1
     for keys in (tokens[None, :, 1::2], sparse):
         u, w = queries(2, 64, 32, batch=1, kv_heads=keys.shape[1])
-        got = triton_version("score_tokens")(keys, u, w)
-        torch.testing.assert_close(got, reference.score_tokens(keys, u, w), atol=1e-4, rtol=0)
+        got, _ = triton_version("score_tokens")(keys, u, w)
+        torch.testing.assert_close(got, reference.score_tokens(keys, u, w)[0], atol=1e-4, rtol=0)
     expected = tokens[:, 1::2].clone()
     source = torch.arange(slots - 39, slots, 2).expand(1, 4, -1)
     triton_version("move_slots")(blocks, source, torch.arange(slots - 40, slots - 20)[None], blocks)

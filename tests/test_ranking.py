@@ -55,7 +55,7 @@ def score(queries, cached, rope, next_position, offsets):
     magnitude = as_bands(queries, rope).abs().mean(dim=1)
     direction = expected_query(mean, rope, next_position, offsets)
     weight = (magnitude - as_bands(mean, rope).abs()) * rope.attention_scaling
-    return kernels.score_tokens(cached, direction, weight, rope.interleaved)
+    return kernels.score_tokens(cached, direction, weight, rope.interleaved)[0]
 
 
 @pytest.mark.parametrize("extra", [0, 4])

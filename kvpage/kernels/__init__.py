@@ -13,22 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpage.kernels import reference
+import kvpage.kernels.reference as reference
+from kvpage.kernels.moments import Moments
 from kvpage.kernels.reference import key_norms
 
 __all__ = ["key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]
 
 
 def score_tokens(
-    keys: Tensor, direction: Tensor, norm_weight: Tensor, interleaved: bool = False
-) -> Tensor:
+    keys: Tensor,
+    direction: Tensor,
+    norm_weight: Tensor,
+    interleaved: bool = False,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
     """Score every key against the expected coming queries: see `reference.score_tokens`."""
     if keys.device.type != "cuda" or direction.dtype != torch.float32:
-        return reference.score_tokens(keys, direction, norm_weight, interleaved)
+        return reference.score_tokens(keys, direction, norm_weight, interleaved, candidates)
     with _triton_on(keys.device):
         from kvpage.kernels.triton_score_tokens import score_tokens as launch
 
-        return launch(keys, direction, norm_weight, interleaved)
+        return launch(keys, direction, norm_weight, interleaved, candidates)
 
 
 def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:

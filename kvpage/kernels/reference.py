@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpage.kernels.moments import Moments
+
 SCRATCH_ELEMENTS = 1 << 16
 """Elements of scratch a chunk may use: with the few float32 buffers live at once, below 1 MiB."""
 
 
 def score_tokens(
-    keys: Tensor, direction: Tensor, norm_weight: Tensor, interleaved: bool = False
-) -> Tensor:
+    keys: Tensor,
+    direction: Tensor,
+    norm_weight: Tensor,
+    interleaved: bool = False,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
     """Score every key against the expected coming queries (design: closed form of TriAttention).
 
     `S = k . u + |k|_band . w` with `|k|_band` the magnitude of each rotated pair of dimensions: `f`
@@ -20,6 +26,8 @@ def score_tokens(
 
     keys: `[B, Hkv, L, D]`, any float dtype, any strides; direction `u`: `[B, H, D]`; norm_weight
     `w`: `[B, H, F]`, both float32. Returns float32 `[B, H, L]`; all in float64 if `u` is.
+    candidates: bool `[B, Hkv, L]`; with them, what standardising the scores over them needs comes
+    second.
     """
     batch, kv_heads, live, dim = keys.shape
     heads, bands = direction.shape[1], norm_weight.shape[2]
@@ -39,7 +47,21 @@ def score_tokens(
             part = u @ k.transpose(1, 2)
             part += w @ magnitude.transpose(1, 2)
             out[:, :, start : start + chunk] = part
-    return scores
+    return scores, None if candidates is None else moments(scores, candidates)
+
+
+def moments(scores: Tensor, candidates: Tensor) -> Moments:
+    """Of each head's scores `[B, H, L]` over the `candidates` `[B, Hkv, L]` of its KV head."""
+    batch, kv_heads, live = candidates.shape
+    grouped = scores.view(batch, kv_heads, -1, live)
+    counts = candidates[:, :, None]
+    count = counts.sum(dim=-1).clamp_min(1)
+    mean = torch.where(counts, grouped, 0.0).sum(dim=-1) / count
+    squares = torch.where(counts, grouped - mean[..., None], 0.0).square().sum(dim=-1)
+    lowest = grouped.masked_fill(~counts, torch.inf).amin(dim=-1)
+    highest = grouped.masked_fill(~counts, -torch.inf).amax(dim=-1)
+    parts = mean, (squares / count).sqrt(), lowest, highest
+    return Moments(*(part.reshape(batch, -1) for part in parts))
 
 
 def key_norms(keys: Tensor) -> Tensor:

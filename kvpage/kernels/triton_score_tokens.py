@@ -3,6 +3,10 @@
 Grid: one program per tile of tokens, row and KV head. It holds the tile in registers and scores it
 for all query heads of the KV head. `re` and `im` are the two parts of the bands, `rest` the
 dimensions that are not rotated; a head_dim or a number of bands that is no power of two is masked.
+
+With `candidates` a program also leaves, per head, their number, mean score, sum of squared
+deviations from it, lowest and highest score: what a z-score needs, without another pass. Tiles are
+merged as Chan, Golub and LeVeque (1979) do, which subtracts no large sums of squares.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpage.kernels.moments import Moments
+
 TILE_ELEMENTS = 8192
 """Elements of a tile: with 4 warps 64 per thread, which leaves room for the magnitudes."""
 
 
 @triton.jit
 def score_tokens_kernel(
-    keys, direction, norm_weight, scores,
+    keys, direction, norm_weight, candidates, scores, parts,
     row_stride, head_stride, token_stride, dim_stride,
     kv_heads, live,
     GROUPS: tl.constexpr, DIM: tl.constexpr, BANDS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -33,6 +39,10 @@ def score_tokens_kernel(
     direction += row_head * GROUPS * DIM
     norm_weight += row_head * GROUPS * BANDS
     scores += row_head * GROUPS * live + token
+    tile = tl.program_id(0) % tiles
+    if candidates is not None:
+        counts = tl.load(candidates + row_head * live + token, there, other=0) != 0  # [TILE]
+        count = tl.sum(counts.to(tl.float32), axis=0)
     key = keys + token[:, None] * token_stride  # [TILE, 1]
 
     band = tl.arange(0, PAIRS)
@@ -77,6 +87,15 @@ def score_tokens_kernel(
         if REST > 0:
             score += tl.sum(rest * tl.load(u + other, has_other, other=0.0)[None, :], axis=1)
         tl.store(scores + group * live, score, there)
+        if candidates is not None:
+            mean = tl.sum(tl.where(counts, score, 0.0), axis=0) / tl.maximum(count, 1.0)
+            off = tl.where(counts, score - mean, 0.0)
+            part = parts + ((row_head * GROUPS + group) * tiles + tile) * 5
+            tl.store(part, count)
+            tl.store(part + 1, mean)
+            tl.store(part + 2, tl.sum(off * off, axis=0))
+            tl.store(part + 3, tl.min(tl.where(counts, score, float("inf")), axis=0))
+            tl.store(part + 4, tl.max(tl.where(counts, score, float("-inf")), axis=0))
 
 
 def launch_shape(groups: int, dim: int, bands: int, interleaved: bool) -> dict[str, int]:
@@ -102,15 +121,22 @@ def launch_shape(groups: int, dim: int, bands: int, interleaved: bool) -> dict[s
 
 
 def bytes_to_move(keys: Tensor, direction: Tensor, norm_weight: Tensor) -> int:
-    """Keys, directions and weights read once, one float32 score per query head and key written."""
+    """Keys, directions and weights read once, one float32 score per query head and key written.
+
+    (Candidates, a byte per KV head and key, and five numbers per tile are not counted.)
+    """
     batch, _, live, _ = keys.shape
     read = keys.numel() * keys.element_size() + direction.nbytes + norm_weight.nbytes
     return read + 4 * batch * direction.shape[1] * live
 
 
 def score_tokens(
-    keys: Tensor, direction: Tensor, norm_weight: Tensor, interleaved: bool = False
-) -> Tensor:
+    keys: Tensor,
+    direction: Tensor,
+    norm_weight: Tensor,
+    interleaved: bool = False,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Moments | None]:
     """As `reference.score_tokens`, for float32 `direction` and `norm_weight`."""
     batch, kv_heads, live, dim = keys.shape
     heads, bands = direction.shape[1], norm_weight.shape[2]
@@ -118,11 +144,25 @@ def score_tokens(
     assert direction.dtype == norm_weight.dtype == torch.float32
     assert heads % kv_heads == 0 and 2 * bands <= dim
     scores = torch.empty(batch, heads, live, dtype=torch.float32, device=keys.device)
-    if scores.numel() == 0:
-        return scores
     shape = launch_shape(heads // kv_heads, dim, bands, interleaved)
-    score_tokens_kernel[(batch * kv_heads * triton.cdiv(live, shape["TILE"]),)](
-        keys, direction.contiguous(), norm_weight.contiguous(), scores,
-        *keys.stride(), kv_heads, live, **shape,
-    )  # fmt: skip
-    return scores
+    tiles = triton.cdiv(live, shape["TILE"])
+    parts = None
+    if candidates is not None:
+        assert candidates.shape == (batch, kv_heads, live) and candidates.dtype == torch.bool
+        candidates = candidates.contiguous().view(torch.uint8)
+        parts = torch.empty(batch, heads, tiles, 5, dtype=torch.float32, device=keys.device)
+    if scores.numel() > 0:
+        score_tokens_kernel[(batch * kv_heads * tiles,)](
+            keys, direction.contiguous(), norm_weight.contiguous(), candidates, scores, parts,
+            *keys.stride(), kv_heads, live, **shape,
+        )  # fmt: skip
+    return scores, None if parts is None else merged(parts)
+
+
+def merged(parts: Tensor) -> Moments:
+    """The moments `[B, H]` of all tiles, from those of each: `parts` `[B, H, tiles, 5]`."""
+    count, mean, squares, lowest, highest = parts.unbind(dim=3)
+    total = count.sum(dim=2).clamp_min(1)
+    centre = (count * mean).sum(dim=2) / total
+    squares = (squares + count * (mean - centre[:, :, None]).square()).sum(dim=2)
+    return Moments(centre, (squares / total).sqrt(), lowest.amin(dim=2), highest.amax(dim=2))
