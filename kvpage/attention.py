@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+import kvpage.kernels.reference as reference
 from kvpage import kernels
 from kvpage.compat import not_compiled
-from kvpage.kernels import reference
 from kvpage.places import Places, reads_are_free
 from kvpage.storage import LayerStorage
 

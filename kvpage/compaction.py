@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+import kvpage.kernels.reference as reference
 from kvpage import kernels
 from kvpage.blocks import Layout
-from kvpage.kernels import reference
+from kvpage.kernels import Moments
 from kvpage.ledger import Step
 from kvpage.positions import PAD
 from kvpage.storage import LayerStorage
@@ -82,7 +83,7 @@ def select(
     positions: Tensor,
     kept: int,
     protection: Protection,
-    moments: kernels.Moments | None = None,
+    moments: Moments | None = None,
 ) -> Tensor:
     """The live slots `[B, Hkv, kept]` int64 that survive, in token order.
 
@@ -106,7 +107,7 @@ def select(
     return order[..., :kept].sort(dim=-1).values
 
 
-def standardised(scores: Tensor, moments: kernels.Moments) -> Tensor:
+def standardised(scores: Tensor, moments: Moments) -> Tensor:
     """z-scores `[B, H, L]`; zero for a head without a preference, whose deviation is nothing but
     rounding."""
     mean, deviation, lowest, highest = (moment[..., None] for moment in moments)

@@ -17,7 +17,7 @@ import kvpage.kernels.reference as reference
 from kvpage.kernels.moments import Moments
 from kvpage.kernels.reference import key_norms
 
-__all__ = ["key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]
+__all__ = ["Moments", "key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]
 
 
 def score_tokens(
