@@ -18,12 +18,11 @@ with 1 when the texts differ; a missed target is a figure, not an error.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -31,7 +30,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from synthetic import Geometry, collect, fill, geometry_of, kv_bytes, steady_chunks
+from reporting import Target, at_least
+from synthetic import (
+    Geometry,
+    cache_argument,
+    collect,
+    fill,
+    geometry_of,
+    kv_bytes,
+    steady_chunks,
+)
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
@@ -91,28 +99,6 @@ class Measurement:
         return self.median_ms[BOUNDED] / self.median_ms[YOUNG]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A promise of the project: `value` (`None`: not measured) is to be at most `limit`."""
-
-    claim: str
-    value: float | None
-    limit: float
-    at_least: bool = False
-
-    @property
-    def verdict(self) -> str:
-        if self.value is None:
-            return "SKIP"
-        met = self.value >= self.limit if self.at_least else self.value <= self.limit
-        return "PASS" if met else "FAIL"
-
-    def __str__(self) -> str:
-        wanted = f"at {'least' if self.at_least else 'most'} {self.limit:g} wanted"
-        figure = "not measured" if self.value is None else f"{self.value:.3f}"
-        return f"{self.verdict}  {self.claim}: {wanted}, {figure}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     torch.set_num_threads(1)
@@ -151,19 +137,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer no smaller than `minimum`."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    parse.__name__ = "int"  # argparse names the type so in its error for "abc"
-    return parse
-
-
 def new_cache(model: PreTrainedModel, name: str) -> Cache:
     """A cache that has yet to meet `model`, so that it can be filled without."""
     if name == PAGED:
@@ -171,11 +144,6 @@ def new_cache(model: PreTrainedModel, name: str) -> Cache:
     if name in (BOUNDED, YOUNG):
         return PagedCompactCache(budget=BUDGET, interval=INTERVAL)
     return DynamicCache(config=model.config)
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """transformers renamed `past_key_values` to `cache`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def caches_that_differ(model: PreTrainedModel, tokenizer: Any) -> list[str]:
@@ -376,7 +344,7 @@ def summary(
         "measurements": [asdict(m) for m in measurements],
         "scratch_bytes": scratch,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "targets": [asdict(target) | {"verdict": target.verdict} for target in targets],
+        "targets": [target.to_dict() for target in targets],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvpage import PagedCompactCache
-from kvpage.architectures import Rope, describe
+from kvpage.architectures import describe
 from kvpage.centroids import Vectors
+from kvpage.rope import RopeSource
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,35 @@ class Geometry:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: RopeSource
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
 
     def random_tokens(self, heads: int, count: int) -> Tensor:
-        """Standard normal `[1, heads, count, head_dim]`."""
-        return torch.randn(1, heads, count, self.head_dim)
+        """Standard normal `[batch, heads, count, head_dim]`."""
+        shape = (self.batch, heads, count, self.head_dim)
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
 
 
-def geometry_of(model: PreTrainedModel) -> Geometry:
-    decoder, config = describe(model), model.config
-    heads = config.num_attention_heads
+def geometry_of(model: PreTrainedModel, batch: int = 1) -> Geometry:
+    """The geometry of a model whose layers are alike, all of full attention."""
+    sites, config = describe(model).sites, model.config
+    rope, heads = sites[0].rope, config.num_attention_heads
+    assert rope is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Geometry(decoder.num_layers, heads, config.num_key_value_heads, head_dim, decoder.rope)
+    kv_heads, dtype, device = config.num_key_value_heads, model.dtype, model.device
+    return Geometry(len(sites), heads, kv_heads, head_dim, rope, batch, dtype, device)
 
 
-def fill(cache: Cache, geometry: Geometry, chunks: Iterable[int]) -> None:
+def fill(
+    cache: Cache, geometry: Geometry, chunks: Iterable[int], observed: int | None = None
+) -> None:
     """Pass random tokens through `cache.update` in `chunks`, one after the other.
 
     `cache` has not met a model: until then anyone may fill it. One with a budget also gets the
-    queries that it ranks by, as from a model's hooks.
+    queries that it ranks by, as from a model's hooks; of the last `observed` tokens of each chunk
+    only, where that is given.
     """
     ranks = isinstance(cache, PagedCompactCache) and cache.settings.budget is not None
     for count in chunks:
@@ -48,12 +60,14 @@ def fill(cache: Cache, geometry: Geometry, chunks: Iterable[int]) -> None:
             keys = geometry.random_tokens(geometry.kv_heads, count)
             cache.update(keys, geometry.random_tokens(geometry.kv_heads, count), index)
             if ranks:
-                collect(cache, index, geometry, geometry.random_tokens(geometry.heads, count), keys)
+                last = count if observed is None else min(count, observed)
+                queries = geometry.random_tokens(geometry.heads, last)
+                collect(cache, index, geometry, queries, keys[:, :, -last:])
 
 
 def collect(cache: Cache, index: int, geometry: Geometry, queries: Tensor, keys: Tensor) -> None:
-    """Give a layer's statistics `queries` and `keys` `[1, heads, n, D]`, as hooks would."""
-    queries, keys = (x.transpose(1, 2).flatten(2) for x in (queries, keys))  # [1, n, heads * D]
+    """Give a layer's statistics `queries` and `keys` `[B, heads, n, D]`, as hooks would."""
+    queries, keys = (x.transpose(1, 2).flatten(2) for x in (queries, keys))  # [B, n, heads * D]
     vectors = Vectors(queries, keys, None)
     cache.layers[index].collector(vectors, geometry.rope).add(vectors)
 
@@ -71,6 +85,29 @@ def steady_chunks(seen: int, budget: int, interval: int) -> Iterator[int]:
     yield first
     yield from [interval] * ((seen - 1 - first) // interval)
     yield 1
+
+
+def coarse_chunks(seen: int, budget: int, interval: int, chunk: int) -> Iterator[int]:
+    """Chunk lengths, `seen` in total, after which the next token causes a compaction in place.
+
+    As `steady_chunks`, but quicker to a large `seen`: chunks of up to `chunk` tokens, then one
+    token, which compacts and shrinks the storage to its bound, then all but one of an interval.
+    Shorter ones than `budget + 2 * interval` are one chunk.
+    """
+    if seen < budget + 2 * interval:
+        yield seen
+        return
+    before = seen - interval
+    count = max(1, -(-before // max(chunk, 2 * interval)))
+    size, more = divmod(before, count)
+    yield from (size + (i < more) for i in range(count))
+    yield 1
+    yield interval - 1
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """transformers renamed `past_key_values` to `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def kv_bytes(cache: Cache) -> int:
