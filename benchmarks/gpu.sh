@@ -74,7 +74,8 @@ part() { # name, seconds, command ...
     [ "$status" = 0 ] || failed=1
 }
 
-rm -f "$OUT"/{kernels,decode}.{json,md}
+rm -f "$OUT"/{kernels,decode}.{json,md} "$OUT/gpu.md"
+shopt -s nullglob
 # addopts would ask for pytest-xdist, which need not be there; one process has the GPU to itself.
 part tests "$TESTS_SECONDS" "$PYTHON" -m pytest -o addopts="-q --strict-markers" \
     -p no:cacheprovider -m gpu tests/test_on_gpu.py
@@ -100,5 +101,5 @@ part decode "$DECODE_SECONDS" "$PYTHON" benchmarks/gpu_decode.py --out "$OUT" \
         fi
     done
 } >"$OUT/gpu.md"
-echo "results: $OUT/gpu.md, $OUT/kernels.json, $OUT/decode.json"
+echo "results:" "$OUT"/*.md "$OUT"/*.json
 exit "$failed"
