@@ -2,7 +2,7 @@
 # Everything that needs a GPU, on one of the H100 class in under 8 minutes.
 #
 #   benchmarks/gpu.sh              # results in ./gpu-results
-#   OUT=/tmp/results PYTHON=python3 benchmarks/gpu.sh
+#   OUT=results PYTHON=python3 benchmarks/gpu.sh
 #   DEVICE=cpu benchmarks/gpu.sh   # tries this script out, tiny and in plain torch
 #
 # Runs the GPU tests, the kernel benchmark and the decode benchmark, each under a time limit, and

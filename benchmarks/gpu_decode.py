@@ -1,7 +1,7 @@
 """Decoding on a GPU at the size of Qwen3-8B, random weights: time and memory of each cache.
 
 python benchmarks/gpu_decode.py --out gpu-results
-python benchmarks/gpu_decode.py --shape tiny --device cpu --out /tmp/smoke
+python benchmarks/gpu_decode.py --shape tiny --device cpu --out results
 
 Builds the model on the device (nothing is downloaded), fills each cache with random keys and values
 through `update`, and times one-token forwards: `DynamicCache` and `StaticCache` with SDPA
