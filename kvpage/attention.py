@@ -25,7 +25,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 import kvpage.kernels.reference as reference
 from kvpage import kernels
 from kvpage.compat import not_compiled
-from kvpage.places import Places, reads_are_free
+from kvpage.device import reads_are_free
+from kvpage.places import Places
 from kvpage.storage import LayerStorage
 
 NAME = "kvpage"

@@ -19,8 +19,15 @@ from kvpage.rope import Rope, RopeSource
 FOLD_TOKENS = 128
 """Vectors of about this many tokens wait, unsummed, so that a decode step costs no arithmetic."""
 
-SCRATCH_ELEMENTS = 1 << 15
-"""Elements that are summed at a time: what folding needs beside the vectors stays small."""
+SCRATCH_ELEMENTS = {"cpu": 1 << 15}
+"""Elements that are summed at a time, so that folding needs little beside the vectors; elsewhere
+2**23 (32 MiB), as each time is a dozen launches."""
+
+
+def tokens_at_a_time(vectors: Tensor) -> int:
+    """Of `vectors` `[B, n, ...]`, how many tokens to sum at a time."""
+    elements = SCRATCH_ELEMENTS.get(vectors.device.type, 1 << 23)
+    return max(1, elements // vectors[:, :1].numel())
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class RunningMoments:
         """With `vectors` `[B, n, H, D]` added; `real` `[B, n]` bool is False for pads."""
         total, magnitude_total = self.total, self.magnitude_total
         dtype = total.dtype
-        chunk = max(1, SCRATCH_ELEMENTS // vectors[:, :1].numel())
+        chunk = tokens_at_a_time(vectors)
         for start in range(0, vectors.shape[1], chunk):
             part = vectors[:, start : start + chunk].float()
             if real is not None:
@@ -220,7 +227,7 @@ class LayerStatistics:
         waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
         for _, alike in groupby(waiting, key=lambda vectors: vectors.real is None):
             run = list(alike)
-            some = max(1, SCRATCH_ELEMENTS // run[0].queries[:, :1].numel())
+            some = tokens_at_a_time(run[0].queries)
             for start in range(0, len(run), some):
                 self._sum(run[start : start + some])
 

@@ -13,12 +13,12 @@ from kvpage.compaction import TracedCompaction
 from kvpage.compat import INSTEAD
 from kvpage.contract import HookedCache, ModelKey
 from kvpage.decoding import Decoding
+from kvpage.device import capturing
 from kvpage.forwards import Forward, Forwards
 from kvpage.hooks import Call, take_call
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Ledger
 from kvpage.meeting import Meeting
-from kvpage.places import capturing
 from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.settings import Settings

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvpage.attention import Decode, hand_over, resolve_backend
 from kvpage.contract import ModelKey
+from kvpage.device import reads_are_free
 from kvpage.forwards import Forward, Forwards
 from kvpage.layer import PagedLayer, without_autograd
 from kvpage.ledger import Step
-from kvpage.places import Pads, Places, reads_are_free
+from kvpage.places import Pads, Places
 from kvpage.settings import Settings
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpage.blocks import Layout
 from kvpage.centroids import FOLD_TOKENS
+from kvpage.device import capturing, to_device
 from kvpage.ledger import Step
 
 
@@ -134,21 +135,3 @@ class Places:
             self.visible = real.new_empty(real.shape[0], slots, device=self.device)
         self.visible[:, : real.shape[1]].copy_(real, non_blocking=True)
         self.visible[:, real.shape[1] :].fill_(True)
-
-
-def capturing() -> bool:
-    """Whether what runs now is recorded for a graph, not executed."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def reads_are_free(device: torch.device) -> bool:
-    """Whether what is on `device` can be read without waiting for it."""
-    return device.type == "cpu"
-
-
-def to_device(values: list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a tensor on `device`, without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

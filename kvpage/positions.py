@@ -74,11 +74,11 @@ class _Run(NamedTuple):
     columns: range
     pads: Tensor | None
 
-    def positions(self) -> Tensor:
-        """int32 `[B or 1, n]`."""
+    def positions(self, device: torch.device) -> Tensor:
+        """int32 `[B or 1, n]`, on `device` unless there are pads."""
         start, stop = self.columns.start, self.columns.stop
         if self.pads is None:
-            return torch.arange(start, stop, dtype=torch.int32)[None]
+            return torch.arange(start, stop, dtype=torch.int32, device=device)[None]
         columns = torch.arange(start, stop, device=self.pads.device)
         return (columns - self.pads[:, None]).to(torch.int32)
 
@@ -154,7 +154,7 @@ class TokenPositions:
         """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
         parts = [torch.empty(1, 0, dtype=torch.int32, device=device)]
         for part in self._appended:
-            parts.append((part.positions() if isinstance(part, _Run) else part).to(device))
+            parts.append((part.positions(device) if isinstance(part, _Run) else part).to(device))
         rows = max(part.shape[0] for part in parts)
         return torch.cat([part.expand(rows, -1) for part in parts], dim=1)
 

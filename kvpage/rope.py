@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,18 @@ class Rope:
     inv_freq: Tensor
     attention_scaling: float = 1.0
     interleaved: bool = False
+    _means: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def mean_rotation(
+        self, offsets: tuple[int, ...], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """`inv_freq` and the mean over `offsets` of `exp(i inv_freq offset)`, complex128 `[F]`; on
+        `device`, worked out once."""
+        if (offsets, device) not in self._means:
+            phases = self.inv_freq[:, None] * torch.tensor(offsets, dtype=torch.float64)
+            mean = torch.polar(torch.ones_like(phases), phases).mean(dim=1)
+            self._means[offsets, device] = self.inv_freq.to(device), mean.to(device)
+        return self._means[offsets, device]
 
     @property
     def bands(self) -> int:

@@ -66,10 +66,9 @@ def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) 
 
     On the device of `positions` (which must have float64).
     """
-    offset_phases = rope.inv_freq[:, None] * torch.tensor(offsets, dtype=torch.float64)
-    mean = torch.polar(torch.ones_like(offset_phases), offset_phases).mean(dim=1)
-    phase = positions.double()[:, None] * rope.inv_freq.to(positions.device)
-    return torch.polar(torch.ones_like(phase), phase) * mean.to(positions.device)
+    inv_freq, mean = rope.mean_rotation(offsets, positions.device)
+    phase = positions.double()[:, None] * inv_freq
+    return torch.polar(torch.ones_like(phase), phase) * mean
 
 
 def expected_query(

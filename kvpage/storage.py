@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpage import kernels
 from kvpage.blocks import Layout
+from kvpage.device import to_device
 from kvpage.ledger import Step
 
 
@@ -113,7 +114,7 @@ class LayerStorage:
 
     def tables_of(self, layout: Layout) -> Tensor:
         """The block tables of `layout` as an int64 tensor `[B, blocks]` on this layer's device."""
-        return torch.tensor(layout.tables, dtype=torch.int64, device=self.keys.device)
+        return to_device(layout.tables, torch.int64, self.keys.device)
 
     def _use(self, layout: Layout) -> None:
         if layout is self._layout:

@@ -7,7 +7,7 @@ import kvpage
 
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
-    {"blocks", "compat", "rope", "settings", "positions", "kernels.moments"}
+    {"blocks", "compat", "device", "rope", "settings", "positions", "kernels.moments"}
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention", "kernels.triton_write_kv"},
     {"kernels.reference", "kernels.triton_score_tokens"},
     {"kernels", "ledger", "architectures", "centroids"},

@@ -90,9 +90,9 @@ SCORED = [  # dtype, head_dim, bands, query heads per KV head, interleaved, live
 def test_scores_equal_the_reference(dtype, dim, bands, groups, interleaved, live):
     keys = torch.randn(2, 2, live, dim).to(dtype)
     u, w = torch.randn(2, 2 * groups, dim), torch.rand(2, 2 * groups, bands)
-    got = kernels.score_tokens(keys.cuda(), u.cuda(), w.cuda(), interleaved)
-    plain = reference.score_tokens(keys, u, w, interleaved)
-    check_close(got, plain, reference.score_tokens(keys, u.double(), w.double(), interleaved))
+    got = kernels.score_tokens(keys.cuda(), u.cuda(), w.cuda(), interleaved)[0]
+    plain = reference.score_tokens(keys, u, w, interleaved)[0]
+    check_close(got, plain, reference.score_tokens(keys, u.double(), w.double(), interleaved)[0])
 
 
 ATTENDED = [  # dtype, head_dim of keys and of values, query heads per KV head

@@ -185,11 +185,9 @@ def test_advance_says_when_there_is_nothing_to_replay():
 
 def test_what_is_not_steady_can_not_be_captured(monkeypatch):
     """The first forward behind a prompt sets lengths; a compaction moves tokens."""
-    from kvpage import places
-
     model, cache = filled("llama", 1, 0)
     decoder = Decoder(model, cache, 1, 0)
-    monkeypatch.setattr(places, "capturing", lambda: True)
+    monkeypatch.setattr("kvpage.places.capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run one more forward first"):
         decoder.eager(prompt(1))
 
