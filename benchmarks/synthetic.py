@@ -29,10 +29,17 @@ class Geometry:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
-    def random_tokens(self, heads: int, count: int) -> Tensor:
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, over all layers and rows."""
+        return 2 * self.layers * self.batch * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def random_tokens(
+        self, heads: int, count: int, source: torch.Generator | None = None
+    ) -> Tensor:
         """Standard normal `[batch, heads, count, head_dim]`."""
         shape = (self.batch, heads, count, self.head_dim)
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(shape, dtype=self.dtype, device=self.device, generator=source)
 
 
 def geometry_of(model: PreTrainedModel, batch: int = 1) -> Geometry:
@@ -46,23 +53,30 @@ def geometry_of(model: PreTrainedModel, batch: int = 1) -> Geometry:
 
 
 def fill(
-    cache: Cache, geometry: Geometry, chunks: Iterable[int], observed: int | None = None
+    cache: Cache,
+    geometry: Geometry,
+    chunks: Iterable[int],
+    observed: int | None = None,
+    seed: int = 0,
 ) -> None:
     """Pass random tokens through `cache.update` in `chunks`, one after the other.
 
     `cache` has not met a model: until then anyone may fill it. One with a budget also gets the
     queries that it ranks by, as from a model's hooks; of the last `observed` tokens of each chunk
-    only, where that is given.
+    only, where that is given. Of the same `chunks` and `seed` every cache gets the same keys and
+    values; a layer's are those of the first, shifted by tokens.
     """
     ranks = isinstance(cache, PagedCompactCache) and cache.settings.budget is not None
+    source = torch.Generator(geometry.device).manual_seed(seed)
     for count in chunks:
+        keys, values = (geometry.random_tokens(geometry.kv_heads, count, source) for _ in range(2))
+        last = count if observed is None else min(count, observed)
+        queries = geometry.random_tokens(geometry.heads, last) if ranks else None
         for index in range(geometry.layers):
-            keys = geometry.random_tokens(geometry.kv_heads, count)
-            cache.update(keys, geometry.random_tokens(geometry.kv_heads, count), index)
-            if ranks:
-                last = count if observed is None else min(count, observed)
-                queries = geometry.random_tokens(geometry.heads, last)
-                collect(cache, index, geometry, queries, keys[:, :, -last:])
+            shifted = keys.roll(index, dims=2)
+            cache.update(shifted, values.roll(index, dims=2), index)
+            if queries is not None:
+                collect(cache, index, geometry, queries, shifted[:, :, -last:])
 
 
 def collect(cache: Cache, index: int, geometry: Geometry, queries: Tensor, keys: Tensor) -> None:
@@ -114,4 +128,19 @@ def kv_bytes(cache: Cache) -> int:
     """Bytes of keys and values that `cache` holds, reserved ones included."""
     if isinstance(cache, PagedCompactCache):
         return cache.report().bytes_reserved
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    fields = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(stored_bytes(getattr(layer, f, None)) for layer in cache.layers for f in fields)
+
+
+def stored_bytes(stored: object) -> int:
+    """Bytes of a tensor, of one made of others, or of what a quantiser keeps for one."""
+    if isinstance(stored, dict):
+        return sum(map(stored_bytes, stored.values()))
+    if isinstance(stored, (tuple, list)):
+        return sum(map(stored_bytes, stored))
+    if not isinstance(stored, Tensor):
+        return 0
+    if hasattr(stored, "__tensor_flatten__"):
+        names, _ = stored.__tensor_flatten__()
+        return sum(stored_bytes(getattr(stored, name)) for name in names)
+    return stored.nbytes
