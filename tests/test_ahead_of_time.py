@@ -34,7 +34,9 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 SCORE = {
     "direction": "*fp32",
     "norm_weight": "*fp32",
+    "candidates": "*u8",
     "scores": "*fp32",
+    "parts": "*fp32",
     "row_stride": "i64",
     "head_stride": "i64",
     "token_stride": "i32",
