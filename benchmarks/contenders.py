@@ -15,11 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers import cache_utils as transformers_caches
 
+import kvpage
 from kvpage import PagedCompactCache
 
 BUDGET = 1024
 """The budget that the project's targets are about."""
 INTERVAL = 128
+OVER_BLOCKS = (1024, 2048)
+"""Budgets that are measured with attention over blocks too, beside none."""
 FLOOR, DYNAMIC, STATIC = "weights only", "DynamicCache", "StaticCache"
 QUANTIZED, PAGED = "QuantizedCache", "budget=None"
 YOUNG = f"budget={BUDGET} at {BUDGET:,} seen"
@@ -27,22 +30,24 @@ YOUNG = f"budget={BUDGET} at {BUDGET:,} seen"
 
 @dataclass(frozen=True)
 class Models:
-    """One model twice, over the same weights: kvpage hooks only `hooked`.
+    """One model three times, over the same weights: kvpage does not hook `plain`.
 
-    transformers' own caches run on `plain`, so that they do not pay for our hooks.
+    transformers' own caches run on it, so that they do not pay for our hooks. `over_blocks` has
+    attn_implementation "kvpage", the others SDPA.
     """
 
     plain: PreTrainedModel
     hooked: PreTrainedModel
-
-    def of(self, cache: Cache | None) -> PreTrainedModel:
-        return self.hooked if isinstance(cache, PagedCompactCache) else self.plain
+    over_blocks: PreTrainedModel
 
 
 def load(source: str, dtype: torch.dtype) -> Models:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     weights: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
-    return Models(model, copy.deepcopy(model, weights))
+    hooked, over_blocks = (copy.deepcopy(model, dict(weights)) for _ in range(2))
+    kvpage.register()
+    over_blocks.set_attn_implementation("kvpage")
+    return Models(model, hooked, over_blocks)
 
 
 @dataclass
@@ -53,9 +58,20 @@ class Contender:
     seen: int
     budget: int | None = None
     """`None`: never evicts."""
+    over_blocks: bool = False
+    """Whether on a model with attn_implementation "kvpage"."""
     cache: Cache | None = None
     kv_bytes: int = 0
     seconds: dict[int, float] = field(default_factory=dict)
+
+    def model(self, models: Models) -> PreTrainedModel:
+        if self.over_blocks:
+            return models.over_blocks
+        return models.hooked if self.is_ours else models.plain
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("budget=")
 
     @property
     def is_steady(self) -> bool:
@@ -74,7 +90,7 @@ class Contender:
             return 1
         if self.budget is not None:
             return min(self.seen + extra, self.budget + INTERVAL + 16)
-        return self.seen * 5 // 4 + 16 if self.name == PAGED else self.seen + extra
+        return self.seen * 5 // 4 + 16 if self.is_ours else self.seen + extra
 
     def refill(self, models: Models, geometry: Geometry, room: int) -> None:
         """Make the cache anew with `seen` tokens in it, and place for `room` more."""
@@ -95,13 +111,13 @@ class Contender:
             backend = quantizer()
             assert backend is not None
             return transformers_caches.QuantizedCache(backend=backend, config=model.config)
-        if self.name == PAGED or self.budget is not None:
+        if self.is_ours:
             return PagedCompactCache(budget=self.budget, interval=INTERVAL)
         return DynamicCache(config=model.config)
 
     def step(self, models: Models, batch: int) -> tuple[float, Tensor]:
         """Seconds of a forward of one token in each row, and its logits `[B, 1, vocabulary]`."""
-        model = models.of(self.cache)
+        model = self.model(models)
         cache = DynamicCache(config=model.config) if self.cache is None else self.cache
         arguments = {cache_argument(model): cache}
         token = torch.full((batch, 1), 5)
@@ -114,13 +130,25 @@ def bounded_name(budget: int) -> str:
     return f"budget={budget}"
 
 
+def over_blocks(name: str) -> str:
+    """The name of the same cache on a model with attn_implementation "kvpage"."""
+    return f"{name} kvpage"
+
+
 def contenders(seen: int, budgets: Sequence[int], quantized: bool, young: bool) -> list[Contender]:
     """Those compared at `seen` tokens, DynamicCache ahead of whoever is compared with it."""
     names = [FLOOR, DYNAMIC, STATIC, *([QUANTIZED] if quantized else []), PAGED]
     bounded = [Contender(bounded_name(budget), seen, budget) for budget in budgets]
     elder = seen > BUDGET and BUDGET in budgets
     extra = [Contender(YOUNG, BUDGET, BUDGET)] if young and elder else []
-    return [*(Contender(name, seen) for name in names), *bounded, *extra]
+    blocks = [
+        Contender(
+            over_blocks(PAGED if budget is None else bounded_name(budget)), seen, budget, True
+        )
+        for budget in (None, *OVER_BLOCKS)
+        if budget is None or budget in budgets
+    ]
+    return [*(Contender(name, seen) for name in names), *bounded, *blocks, *extra]
 
 
 def quantizer() -> str | None:
@@ -149,7 +177,7 @@ def agreement(
 
 def _greedy(models: Models, contender: Contender, prompt: Tensor, tokens: int) -> Tensor:
     cache = contender.new_cache(models.plain, prompt.shape[1] + tokens)
-    model = models.of(cache)
+    model = contender.model(models)
     text = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

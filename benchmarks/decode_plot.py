@@ -37,7 +37,8 @@ def draw(run: Run, path: Path, model: str) -> None:
 
     at = run.of("float32", 1)
     seen = sorted(at)
-    bounded = [name for name in run.names if name.startswith("budget=") and name != PAGED]
+    ours = [name for name in run.names if name.startswith("budget=") and "kvpage" not in name]
+    bounded = [name for name in ours if name != PAGED]
     colours = COLOURS | dict(zip(bounded, BOUNDED_COLOURS, strict=False))
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7.2, 3.8), facecolor="white")

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contenders import BUDGET, DYNAMIC, FLOOR, PAGED, QUANTIZED, STATIC, YOUNG, bounded_name
+from contenders import (
+    BUDGET,
+    DYNAMIC,
+    FLOOR,
+    PAGED,
+    QUANTIZED,
+    STATIC,
+    YOUNG,
+    bounded_name,
+    over_blocks,
+)
 from kvpress_decode import KvpressRun
 from own_costs import Overhead
 from reporting import Target, aligned, markdown
@@ -59,7 +69,7 @@ def judge(run: Run) -> list[Target]:
         targets.append(Target(f"{DYNAMIC} / {BOUNDED} at {seen:,}", speedup, limit, at_least=True))
     targets.append(Target(f"{PAGED} / {DYNAMIC}, largest", largest(one, 0), 1.05))
     targets.append(Target(f"{PAGED} / {DYNAMIC}, largest from 4,096", largest(one, 4096), 1.0))
-    for name in (PAGED, bounded_name(2048)):
+    for name in (over_blocks(PAGED), over_blocks(bounded_name(2048))):
         against = ratio(sixteen, 2048, name, STATIC)
         targets.append(Target(f"{name} / {STATIC}, batch 16 at 2,048", against, 1.0))
     overhead = None if run.overhead is None else run.overhead.share
@@ -105,7 +115,7 @@ def table(run: Run) -> str:
         )
     legend = (
         "ms per token (median): weights only = empty cache; None and numbers = PagedCompactCache "
-        f"of that budget;\nyoung = budget {BUDGET} at {BUDGET:,} seen tokens; MiB = KV bytes held "
+        f"of that budget,\nwith SDPA or attn_implementation kvpage; young = budget {BUDGET} at {BUDGET:,} seen tokens; MiB = KV bytes held "
         "at `seen`, by cache"
     )
     return "\n".join([legend, aligned(rows)])

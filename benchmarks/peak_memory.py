@@ -25,6 +25,7 @@ def peaks(source: str, seen: int, budgets: Sequence[int]) -> dict[str, int]:
     return {
         contender.name: peak_of(source, contender)
         for contender in contenders(seen, budgets, quantizer() is not None, young=False)
+        if not contender.over_blocks
     }
 
 

@@ -70,7 +70,7 @@ def resolve_backend(requested: str, device: str, block_size: int) -> str:
     return requested
 
 
-@dataclass
+@dataclass(slots=True)
 class Decode:
     """The new token of one layer and what it attends to, on the way from `update` to `attention`.
 
@@ -79,7 +79,7 @@ class Decode:
     """
 
     forward: object
-    name: str
+    layer_idx: int
     backend: str
     keys: Tensor
     visible: Tensor | None
@@ -149,8 +149,8 @@ def hand_over(decode: Decode) -> None:
     left, _waiting.decode = _waiting.decode, decode
     if left is not None and left.places is not None and left.forward is decode.forward:
         raise RuntimeError(
-            f"the attention of {left.name} did not go through attn_implementation {NAME!r}; this "
-            "model can't use it: model.set_attn_implementation('sdpa')"
+            f"the attention of layer {left.layer_idx} did not go through attn_implementation "
+            f"{NAME!r}; this model can't use it: model.set_attn_implementation('sdpa')"
         )
 
 
@@ -161,8 +161,8 @@ def _take(keys: Tensor, queries: int) -> Decode | None:
     if decode.places is None:
         return None
     raise RuntimeError(
-        f"the attention of {decode.name} changed the keys on their way from the cache; this model "
-        f"can't use attn_implementation {NAME!r}: model.set_attn_implementation('sdpa')"
+        f"the attention of layer {decode.layer_idx} changed the keys on their way from the cache; "
+        f"this model can't use attn_implementation {NAME!r}: model.set_attn_implementation('sdpa')"
     )
 
 
@@ -186,11 +186,17 @@ def attention(
         if kwargs.get("position_bias") is not None:
             raise ValueError(f"position_bias: not supported by attn_implementation {NAME!r}")
         return decode.attend(query[:, :, 0], value, scale, softcap, s_aux)[:, None], None
+    position_bias = kwargs.get("position_bias")
+    on_cpu = query.shape[2] == 1 and reads_are_free(query.device)
+    if on_cpu and not dropout and position_bias is None and _hides_slots_only(attention_mask):
+        visible = None if attention_mask is None else attention_mask[:, 0, 0]
+        query = query[:, :, 0]
+        return _attend_rows(query, key, value, visible, scale, softcap, s_aux)[:, None], None
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout or kwargs.get("position_bias") is not None:
+    if dropout or position_bias is not None:
         raise ValueError(
             f"dropout, position_bias: not supported by attn_implementation {NAME!r} together with "
             "softcap or s_aux"
@@ -217,6 +223,11 @@ def attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
+def _hides_slots_only(mask: Tensor | None) -> bool:
+    """Whether `mask`, of one query, says for all heads alike which slots it sees."""
+    return mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1)
+
+
 def _attend_rows(
     query: Tensor,
     keys: Tensor,
@@ -226,7 +237,10 @@ def _attend_rows(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention over rows that lie in order: the query heads of a KV head are its queries."""
+    """Attention over rows that lie in order: the query heads of a KV head are its queries.
+
+    On a CPU faster than SDPA's `enable_gqa`, which reads the keys once for every query head.
+    """
     batch, heads, dim = query.shape
     mask = None if visible is None else visible[:, None, None, :]
     if softcap is not None or sinks is not None:

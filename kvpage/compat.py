@@ -6,11 +6,16 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
 from transformers import DynamicCache, cache_utils
+
+compiler_callback: Callable[[], Any] | None = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", None
+)
+"""What `torch.compile` does with the frames of this thread; gives `None` where it is not used."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,8 +51,20 @@ def tokens_to_remove(argument: int, seen: int) -> int:
 
 
 def not_compiled(function: F) -> F:
-    """Keep `torch.compile` out of `function`: a compiled model breaks its graph there."""
-    return torch.compiler.disable(function)
+    """Keep `torch.compile` out of `function`: a compiled model breaks its graph there.
+
+    Where nothing is compiled, as usual, `torch.compiler.disable` costs more than most of what it
+    would wrap here, so it is asked first whether anything is.
+    """
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if compiler_callback is not None and compiler_callback() is None:
+            return function(*args, **kwargs)
+        return disabled(*args, **kwargs)
+
+    return disabled if compiler_callback is None else cast(F, call)
 
 
 TESTED = (5, 24)

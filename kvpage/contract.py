@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -38,23 +37,22 @@ class ModelKey:
         return native_layers(self.config)
 
 
-class HookedCache(ABC):
-    """What the hooks call on a cache."""
+class HookedCache:
+    """What the hooks call on a cache. (No ABC: whether a cache is one is asked in every layer.)"""
 
-    @abstractmethod
     def meet(self, key: ModelKey) -> None:
         """A model uses this cache; raises `ValueError` when it belongs to another."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check_trainable(self) -> None:
         """A forward in training mode with gradients starts; raises where they would be wrong."""
+        raise NotImplementedError
 
-    @abstractmethod
     def expect(self, drafts: int | None, mask: Tensor | None) -> None:
         """A model around the decoder says what it was given: how many of the coming forward's last
         tokens are drafts, if it knows, and the 2-D attention mask, if any."""
+        raise NotImplementedError
 
-    @abstractmethod
     def announce(
         self,
         num_new: int,
@@ -67,19 +65,20 @@ class HookedCache(ABC):
         visible: bool `[B, live + q]`, the columns that the last query may look at, where the
         mask is a 4-D one of transformers' own making.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def is_announced(self) -> bool:
         """Whether the running forward was announced and its first layer is still to come."""
+        raise NotImplementedError
 
-    @abstractmethod
     def needs_private_mask(self, layer_idx: int) -> bool:
         """Whether one mask for all heads can't say what this layer's queries see."""
+        raise NotImplementedError
 
-    @abstractmethod
     def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
         """An additive mask `[B, H, q, L]` that starts as `mask`, for `hidden` `[B, q, ...]`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def see_positions(self, position_ids: Tensor) -> None:
         """The positions `[1 or B, q]` of the running forward."""
+        raise NotImplementedError

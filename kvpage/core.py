@@ -103,7 +103,8 @@ class PagedCore(HookedCache):
         self._forwards.see_positions(position_ids)
 
     def needs_private_mask(self, layer_idx: int) -> bool:
-        return self._forwards.has_mid() and not self.layers[layer_idx].is_sliding
+        forwards = self._forwards
+        return forwards.drafting and forwards.has_mid() and not self.layers[layer_idx].is_sliding
 
     def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
         key, storage = self._meeting.key, self.layers[layer_idx].storage
@@ -130,23 +131,26 @@ class PagedCore(HookedCache):
         call = take_call(self, layer_idx)
         self._meeting.check_caller(call)
         layer = self._layer(layer_idx)
-        _check_states(key_states, value_states)
-        layer.check_states(key_states, value_states)
+        if not layer.takes(key_states, value_states):
+            _check_states(key_states, value_states)
+            layer.check_states(key_states, value_states)
         if call is not None and self.scorer.needs_statistics and not layer.is_sliding:
             self._check_call(layer, layer_idx, call, key_states)
         forward = self._forwards.current
-        if forward is None or layer.step_index == forward.step_of(layer.is_sliding).index:
+        step = None if forward is None else forward.step_of(layer.is_sliding)
+        if forward is None or step is None or layer.step_index == step.index:
             forward = self._begin(key_states.shape[0], key_states.shape[2])
-        self._forwards.check_states(forward, key_states)
+            step = forward.step_of(layer.is_sliding)
+        if key_states.shape != forward.key_shape or forward.started != forward.applied:
+            self._forwards.check_states(forward, key_states)
         if layer_idx == len(self.layers):
             self._stack.add(layer)
-        step = forward.step_of(layer.is_sliding)
         forward.started += 1
-        places = self._decoding.places_for(layer, step)
+        decoding = self._decoding
+        places = decoding.places_for(layer, step) if decoding.over_blocks else None
         visible = layer.apply(step, forward.due, self.scorer, key_states, value_states, places)
-        if self._decoding.over_blocks:
-            name = self._named(layer_idx)
-            self._decoding.hand_over(layer, name, forward, places, visible[0])
+        if decoding.over_blocks:
+            decoding.hand_over(layer, layer_idx, forward, places, visible[0])
         if not layer.is_sliding:
             self._observe(layer, layer_idx, forward, call)
         if step.fresh:
@@ -214,11 +218,12 @@ class PagedCore(HookedCache):
         of the queries and keys that the hooks captured."""
         if forward.due is not None:
             self._note(layer)
-        vectors, statistics = None, None
+        vectors, statistics = None, layer.statistics
         if call is not None and self.scorer.needs_statistics:
             assert call.queries is not None and call.keys is not None
             vectors = Vectors(_leaf(call.queries), _leaf(call.keys), forward.real)
-            statistics = layer.collector(vectors, self._rope(layer_idx))
+            if statistics is None:
+                statistics = layer.collector(vectors, self._rope(layer_idx))
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
             layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)

@@ -16,10 +16,11 @@ from kvpage.attention import Decode, hand_over, resolve_backend
 from kvpage.contract import ModelKey
 from kvpage.device import reads_are_free
 from kvpage.forwards import Forward, Forwards
-from kvpage.layer import PagedLayer, without_autograd
+from kvpage.layer import PagedLayer
 from kvpage.ledger import Step
 from kvpage.places import Pads, Places
 from kvpage.settings import Settings
+from kvpage.storage import without_autograd
 
 
 class Decoding:
@@ -71,7 +72,7 @@ class Decoding:
     def places_for(self, layer: PagedLayer, step: Step) -> Places | None:
         """Where `layer` writes and attends in the running forward; `None`: through views."""
         storage = layer.storage
-        if not self.over_blocks or storage is None:
+        if storage is None:
             return None
         views = not self.settings.static and step.layout.strides is not None
         if views and self._backend(layer) == "reference":
@@ -82,7 +83,12 @@ class Decoding:
         return places
 
     def hand_over(
-        self, layer: PagedLayer, name: str, forward: Forward, places: Places | None, keys: Tensor
+        self,
+        layer: PagedLayer,
+        layer_idx: int,
+        forward: Forward,
+        places: Places | None,
+        keys: Tensor,
     ) -> None:
         """Tell the attention that follows what to read; keys: what `update` returns."""
         visible = None
@@ -93,7 +99,7 @@ class Decoding:
                 visible = None
         backend = self._backend(layer)
         hand_over(
-            Decode(forward, name, backend, keys, visible, layer.storage, places, layer.window)
+            Decode(forward, layer_idx, backend, keys, visible, layer.storage, places, layer.window)
         )
 
     def expect(self, layers: list[PagedLayer], forward: Forward) -> None:

@@ -35,6 +35,8 @@ class Forward:
     """The step of the sliding-window layers."""
     started: int = 0
     applied: int = 0
+    key_shape: torch.Size | None = None
+    """Of keys that were checked: those of most layers are alike."""
 
     def step_of(self, sliding: bool) -> Step:
         """The step of the layers with a window, or of the others."""
@@ -58,6 +60,8 @@ class Forwards:
         """Drafts of the forward about to be announced, when the outer model said so."""
         self.outer_mask: Tensor | None = None
         """2-D attention mask that a model around the decoder was given for it."""
+        self.drafting = False
+        """Whether the running forward ends in drafts."""
         self.records = False
         """Whether `activate_past_recording` was called: some forwards end in drafts."""
         self.pins = Pins(self.settings)
@@ -116,7 +120,7 @@ class Forwards:
                 self._check_same(visible[:, :kept], self.positions.real_after(kept))
                 real = visible[:, -num_new:]
         self.check_due(num_new, drafts)
-        self.announced = Announcement(num_new, drafts, real)
+        self.announced, self.drafting = Announcement(num_new, drafts, real), drafts > 0
         if over_blocks and num_new == 1:
             return mask
         used = None if told is None else self._live_mask(told, num_new, drafts)
@@ -212,6 +216,7 @@ class Forwards:
                 f"key_states: (batch, new tokens) {expected} expected as in this forward's first "
                 f"layer, got {got}"
             )
+        forward.key_shape = key_states.shape
 
     def check_due(self, num_new: int, drafts: int) -> None:
         """Raise unless the prompt can be pinned as asked, and what is due can be evicted."""

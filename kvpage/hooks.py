@@ -25,7 +25,7 @@ from kvpage.compat import cache_argument, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One attention call: what was captured between its start and `Cache.update`."""
 

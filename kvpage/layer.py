@@ -7,11 +7,9 @@ and KV head, how many does not.
 from __future__ import annotations
 
 import copy
-import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,27 +22,7 @@ from kvpage.ledger import Ledger, Step
 from kvpage.places import Places
 from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer, StandardisingScorer
-from kvpage.storage import LayerStorage
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` on plain tensors whatever mode the model is called in.
-
-    Storage outlives the forward that made it: it may be written under `no_grad` after a prompt
-    under `inference_mode`, or the other way round, and never belongs to a graph.
-    """
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not (torch.is_inference_mode_enabled() or torch.is_grad_enabled()):
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
+from kvpage.storage import LayerStorage, without_autograd
 
 
 @dataclass(frozen=True)
@@ -77,6 +55,7 @@ class PagedLayer(CacheLayerMixin):
         """int32 `[B, Hkv, kept]`: token positions the last compaction left, in order."""
         self.proposed: Tensor | None = None
         """int64 `[B, Hkv, budget]`: slots that stay if the draft that makes it due is accepted."""
+        self._accepted: tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, Any] | None = None
         self.step_index = 0
         self.compaction_seconds = 0.0
         self.rope_check_at = 0
@@ -108,12 +87,26 @@ class PagedLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.ledger.batch_size or -1
 
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether `keys` and `values` are like those that `check_states` accepted last."""
+        last = self._accepted
+        return (
+            last is not None
+            and keys.shape == last[0]
+            and values.shape == last[1]
+            and keys.dtype is last[2]
+            and values.dtype is last[3]
+            and keys.device == last[4]
+        )
+
     def check_states(self, keys: Tensor, values: Tensor) -> None:
         """Raise `ValueError` unless `keys` and `values` continue what this layer holds."""
         if self.storage is None:
             return
+        self._accepted = None
         held = self.storage.signature
         if (keys.shape[1::2], keys.dtype, keys.device, values.shape[1::2], values.dtype) == held:
+            self._accepted = keys.shape, values.shape, keys.dtype, values.dtype, keys.device
             return
         expected, got = held[:3], (keys.shape[1::2], keys.dtype, keys.device)
         name = "key_states"

@@ -6,7 +6,9 @@ blocks of a head are one contiguous run and a row that is consecutive is read wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,26 @@ from kvpage import kernels
 from kvpage.blocks import Layout
 from kvpage.device import to_device
 from kvpage.ledger import Step
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` on plain tensors whatever mode the model is called in.
+
+    Storage outlives the forward that made it: it may be written under `no_grad` after a prompt
+    under `inference_mode`, or the other way round, and never belongs to a graph.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_inference_mode_enabled() or torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class LayerStorage:
