@@ -218,6 +218,31 @@ def test_softcaps_far_from_and_close_to_their_limit(triton, scale):
     check(triton, queries(rows) * scale, rows, softcap=20.0)
 
 
+@pytest.mark.parametrize(("cap", "least", "most"), [(1e4, 1e-4, 1e-3), (8.0, 1e-2, 3.0)])
+def test_the_tanh_of_softcaps_is_exact_to_a_few_units(triton, cap, least, most):
+    """One token against a sink as large, so that an error of its logit shows in the weight."""
+    x = torch.logspace(*torch.tensor([least, most]).log10().tolist(), 200)
+    sinks = cap * x.tanh()
+    table, stop = torch.tensor([[[0]], [[1]]], dtype=torch.int32)
+    rows = Rows(*torch.ones(2, 1, 1, 1, 1), table, stop[0])
+    query, options = (x * cap).view(1, 200, 1), {"softcap": cap, "sinks": sinks}
+    got = triton("paged_attention", query, *rows, 1.0, **options)
+    exact = reference.paged_attention(query.double(), *rows, 1.0, **options)
+    assert (got - exact).abs().max() < 3e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_weights_lose_nothing_to_the_dtype_of_the_values(triton, dtype):
+    torch.manual_seed(0)
+    rows = filled([500, 40], dtype)
+    rows.values.copy_(rows.values.nan_to_num().clamp(-1, 1).sign())  # weights add up and cancel
+    query = queries(rows, 4)
+    exact = reference.paged_attention(query.double(), *rows, 0.125)
+    plain = reference.paged_attention(query, *rows, 0.125)
+    got = triton("paged_attention", query, *rows, 0.125)
+    assert (got - exact).square().sum() <= 1.02 * (plain - exact).square().sum()
+
+
 @pytest.mark.parametrize("sink", [-torch.inf, -200.0, 0.0, 200.0])
 def test_sinks_that_take_nothing_or_all(triton, sink):
     torch.manual_seed(4)
@@ -519,9 +544,14 @@ def far_blocks(path: str) -> None:
     triton_version("write_kv")(blocks, blocks, new[0], new[0], tables, start)
     tokens = blocks[:, tables[0].long()].flatten(1, 2)[:, :40]
     assert torch.equal(tokens, new[0, 0])
-    sparse = new.new_zeros(1).expand(2**26 * 40).view(1, 1, 40, 2**26)[..., :64]
-    triton_version("write_kv")(blocks[:1], blocks[:1], sparse, sparse, tables, start)
-    assert not blocks[0, count - 1].any() and blocks[1, count - 1].any()
+    for shape, strides in (((1, 1, 40, 64), (0, 0, 2**26, 1)), ((3, 1, 9, 64), (2**30, 0, 64, 1))):
+        sparse = blocks.view(-1).as_strided(shape, strides)
+        sparse[-1, 0, -1] = 1.5
+        ends = torch.zeros(shape[0], dtype=torch.int32)
+        rows = torch.tensor([[7, 8, 9], [10, 11, 12], [13, 14, 15]], dtype=torch.int32)[: shape[0]]
+        triton_version("write_kv")(blocks[:1], blocks[:1], sparse, sparse, rows, ends)
+        last = shape[2] - 1
+        assert (blocks[0, rows[-1, last // 16], last % 16] == 1.5).all()
     query = torch.randn(1, 8, 64).half()
     got = triton_version("paged_attention")(query, blocks, blocks, tables, stop, 0.1)
     expected = reference.paged_attention(query, blocks, blocks, tables, stop, 0.1)

@@ -47,7 +47,9 @@ NEVER = tl.constexpr(-1e30)
 """A peak below any logit, finite so that differences are numbers."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "seen_row_stride", "splits"]
+)  # they grow: compile once
 def paged_attention_kernel(
     query, keys, values, tables, stop, sinks, visible, out, stats,
     q_row_stride, q_head_stride, q_dim_stride, table_stride, seen_row_stride, seen_slot_stride,

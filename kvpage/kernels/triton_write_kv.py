@@ -18,7 +18,7 @@ TILE = 16
 AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "new_tokens"])  # they vary: compile once
 def write_kv_kernel(
     keys, values, new_keys, new_values, tables, start,
     k_row_stride, k_head_stride, k_token_stride, k_dim_stride,
