@@ -141,13 +141,9 @@ def contenders(seen: int, budgets: Sequence[int], quantized: bool, young: bool) 
     bounded = [Contender(bounded_name(budget), seen, budget) for budget in budgets]
     elder = seen > BUDGET and BUDGET in budgets
     extra = [Contender(YOUNG, BUDGET, BUDGET)] if young and elder else []
-    blocks = [
-        Contender(
-            over_blocks(PAGED if budget is None else bounded_name(budget)), seen, budget, True
-        )
-        for budget in (None, *OVER_BLOCKS)
-        if budget is None or budget in budgets
-    ]
+    some = [budget for budget in OVER_BLOCKS if budget in budgets]
+    blocks = [Contender(over_blocks(bounded_name(b)), seen, b, over_blocks=True) for b in some]
+    blocks.insert(0, Contender(over_blocks(PAGED), seen, over_blocks=True))
     return [*(Contender(name, seen) for name in names), *bounded, *blocks, *extra]
 
 

@@ -115,7 +115,8 @@ def table(run: Run) -> str:
         )
     legend = (
         "ms per token (median): weights only = empty cache; None and numbers = PagedCompactCache "
-        f"of that budget,\nwith SDPA or attn_implementation kvpage; young = budget {BUDGET} at {BUDGET:,} seen tokens; MiB = KV bytes held "
+        "of that budget,\nwith SDPA or attn_implementation kvpage; young = budget "
+        f"{BUDGET} at {BUDGET:,} seen tokens;\nMiB = KV bytes held "
         "at `seen`, by cache"
     )
     return "\n".join([legend, aligned(rows)])
