@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpage.centroids import Statistics
-from kvpage.compat import not_compiled, warn_if_untested
 from kvpage.compat import tokens_to_remove as number_to_remove
+from kvpage.compat import warn_if_untested
 from kvpage.core import PagedCore
 from kvpage.layer import SlidingLayer
 from kvpage.report import Report, report_on
@@ -79,19 +79,7 @@ class PagedCompactCache(PagedCore, Cache):
         self.scorer_name = scorer if isinstance(scorer, str) else _name_of(scorer)
         self._set_up(settings, resolved, model)
 
-    # What transformers calls.
-
-    @not_compiled
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append `key_states` and `value_states` `[B, Hkv, q, D]`; return all live ones.
-
-        The first layer of a forward decides what the forward does; every layer compacts, if that
-        is due, before it appends. Raises `ValueError`, with nothing changed, when the states do
-        not continue what is cached, `RuntimeError` when an earlier forward stopped half-way.
-        """
-        return self._update(key_states, value_states, layer_idx)
+    # What transformers calls, beside `PagedCore.update`.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Seen tokens per row, evicted ones included: the next token's position follows them."""

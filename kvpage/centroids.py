@@ -155,16 +155,19 @@ class LayerStatistics:
 
     def add(self, vectors: Vectors) -> None:
         """Take the vectors of a forward; those of the forwards before are there to stay."""
-        self._empty_cycle()
+        if self._held:
+            self._empty_cycle()
         if self._waiting_tokens >= FOLD_TOKENS:
             self._fold()
-        early = max(0, vectors.tokens - FOLD_TOKENS)
-        if early:
+        tokens = vectors.tokens
+        if tokens > FOLD_TOKENS:
             self._fold()
-            self._sum([vectors.part(0, early)])
-        # A slice would keep a whole prompt's vectors in memory for its last tokens.
-        self._waiting.append(_copied(vectors.part(early, vectors.tokens)) if early else vectors)
-        self._waiting_tokens += vectors.tokens - early
+            self._sum([vectors.part(0, tokens - FOLD_TOKENS)])
+            # A slice would keep a whole prompt's vectors in memory for its last tokens.
+            vectors = _copied(vectors.part(tokens - FOLD_TOKENS, tokens))
+            tokens = FOLD_TOKENS
+        self._waiting.append(vectors)
+        self._waiting_tokens += tokens
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, as far as they wait: at least the last 128."""

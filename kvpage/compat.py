@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
+NEWEST = "cache" if RELEASE >= (5, 24) else "past_key_values"
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 """Names of the cache argument: `past_key_values` up to 5.23, `cache` since 5.24; `layer_past` in
 the attention of GPT-NeoX."""
@@ -28,11 +29,13 @@ the attention of GPT-NeoX."""
 
 def cache_argument(arguments: Mapping[str, Any]) -> Any:
     """The cache among the keyword arguments of a module's call, under either name; else `None`."""
-    for name in CACHE_ARGUMENTS:
-        cache = arguments.get(name)
-        if cache is not None:
-            return cache
-    return None
+    cache = arguments.get(NEWEST)
+    if cache is None:
+        for name in CACHE_ARGUMENTS:
+            cache = arguments.get(name)
+            if cache is not None:
+                break
+    return cache
 
 
 def tokens_to_remove(argument: int, seen: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvpage.centroids import Vectors
 from kvpage.compaction import TracedCompaction
-from kvpage.compat import INSTEAD
+from kvpage.compat import INSTEAD, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 from kvpage.decoding import Decoding
 from kvpage.device import capturing
@@ -125,12 +125,23 @@ class PagedCore(HookedCache):
 
     # One forward.
 
-    def _update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int
+    @not_compiled
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Append `key_states` and `value_states` `[B, Hkv, q, D]`; return all live ones.
+
+        The first layer of a forward decides what the forward does; every layer compacts, if that
+        is due, before it appends. Under attn_implementation "kvpage" what a one-token forward gets
+        may stand for the live ones. Raises `ValueError`, with nothing changed, when the states do
+        not continue what is cached, `RuntimeError` when an earlier forward stopped half-way.
+        """
         call = take_call(self, layer_idx)
-        self._meeting.check_caller(call)
-        layer = self._layer(layer_idx)
+        if call is None:
+            self._meeting.check_caller()
+        layer = self._stack.by_index.get(layer_idx)
+        if layer is None:
+            layer = self._layer(layer_idx)
         if not layer.takes(key_states, value_states):
             _check_states(key_states, value_states)
             layer.check_states(key_states, value_states)
@@ -151,7 +162,7 @@ class PagedCore(HookedCache):
         visible = layer.apply(step, forward.due, self.scorer, key_states, value_states, places)
         if decoding.over_blocks:
             decoding.hand_over(layer, layer_idx, forward, places, visible[0])
-        if not layer.is_sliding:
+        if not layer.is_sliding and (call is not None or forward.due is not None):
             self._observe(layer, layer_idx, forward, call)
         if step.fresh:
             self._bytes_peak = max(self._bytes_peak, self._stack.bytes_reserved)

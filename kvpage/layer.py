@@ -141,8 +141,11 @@ class PagedLayer(CacheLayerMixin):
         """
         storage = self.storage
         if storage is not None and storage.holds(step.layout) and not torch.is_grad_enabled():
-            self.proposed, self.step_index = None, step.index
-            return self._append(step, keys, values, places)  # makes nothing that outlives this
+            self.proposed, self.step_index = None, step.index  # makes nothing that outlives this
+            if places is not None:
+                return self._append(step, keys, values, places)
+            first = 0 if self.window is None else self.first_visible(step.kept)
+            return storage.append(step, keys, values, first)
         return self._apply(step, due, scorer, keys, values, places)
 
     @without_autograd

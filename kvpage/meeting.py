@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpage.compat import not_compiled
 from kvpage.contract import HookedCache, ModelKey
-from kvpage.hooks import Attachment, Call, join
+from kvpage.hooks import Attachment, join
 
 
 class Watcher:
@@ -101,15 +101,15 @@ class Meeting:
                 f"{key.name}; a cache serves one model, make a new one"
             )
 
-    def check_caller(self, call: Call | None) -> None:
-        """Raise unless an update comes from the cache's own model, through its hooks."""
+    def check_caller(self) -> None:
+        """Raise unless an update that no hook announced can be: there is no model yet."""
         if self._attachment is None:
             if self._watcher is not None and self._watcher.refusal is not None:
                 kind, message = self._watcher.refusal
                 raise kind(message)
-        elif call is None and not self._attachment.handles:
+        elif not self._attachment.handles:
             raise RuntimeError(f"kvpage was detached from this {self.name}; attach it again")
-        elif call is None:
+        else:
             raise ValueError(
                 f"cache: belongs to the {self.name} it was first used with; this update came from "
                 "elsewhere. A cache serves one model: make a new one"

@@ -25,6 +25,8 @@ class LayerStack:
         """layers: the list that transformers sees, empty."""
         self.settings, self.all = settings, layers
         self.paged: list[PagedLayer] = []
+        self.by_index: dict[int, PagedLayer] = {}
+        """The same, by their place among all layers."""
         self.states: list[Any] = []
         self.ledger = self._new_ledger(settings.budget)
         self.sliding: Ledger | None = None
@@ -74,6 +76,7 @@ class LayerStack:
 
     def add(self, layer: PagedLayer) -> None:
         """Take in `layer` behind the others."""
+        self.by_index[len(self.all)] = layer
         self.paged.append(layer)
         self.all.append(layer)
 
@@ -82,6 +85,7 @@ class LayerStack:
         self.release()
         for layers in (self.all, self.paged, self.states):
             layers.clear()
+        self.by_index.clear()
 
     def release(self) -> None:
         """Give back every block this stack holds."""
@@ -91,7 +95,7 @@ class LayerStack:
     def fork(self) -> LayerStack:
         """A stack of its own that holds the same blocks."""
         twin = copy.copy(self)
-        twin.all, twin.paged, twin.states = [], [], []
+        twin.all, twin.paged, twin.states, twin.by_index = [], [], [], {}
         twin.ledger = self.ledger.fork()
         twin.sliding = None if self.sliding is None else self.sliding.fork()
         for layer in self.all:
