@@ -71,6 +71,10 @@ class HookedCache:
         """Whether the running forward was announced and its first layer is still to come."""
         raise NotImplementedError
 
+    def has_mid(self) -> bool:
+        """Whether a draft of the announced forward makes a compaction due."""
+        raise NotImplementedError
+
     def needs_private_mask(self, layer_idx: int) -> bool:
         """Whether one mask for all heads can't say what this layer's queries see."""
         raise NotImplementedError

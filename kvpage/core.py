@@ -15,7 +15,7 @@ from kvpage.contract import HookedCache, ModelKey
 from kvpage.decoding import Decoding
 from kvpage.device import capturing
 from kvpage.forwards import Forward, Forwards
-from kvpage.hooks import Call, take_call
+from kvpage.hooks import Call, current_call
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Ledger
 from kvpage.meeting import Meeting
@@ -102,9 +102,11 @@ class PagedCore(HookedCache):
     def see_positions(self, position_ids: Tensor) -> None:
         self._forwards.see_positions(position_ids)
 
+    def has_mid(self) -> bool:
+        return self._forwards.has_mid()
+
     def needs_private_mask(self, layer_idx: int) -> bool:
-        forwards = self._forwards
-        return forwards.drafting and forwards.has_mid() and not self.layers[layer_idx].is_sliding
+        return self._forwards.has_mid() and not self.layers[layer_idx].is_sliding
 
     def private_mask(self, layer_idx: int, mask: Tensor | None, hidden: Tensor) -> Tensor:
         key, storage = self._meeting.key, self.layers[layer_idx].storage
@@ -136,7 +138,7 @@ class PagedCore(HookedCache):
         may stand for the live ones. Raises `ValueError`, with nothing changed, when the states do
         not continue what is cached, `RuntimeError` when an earlier forward stopped half-way.
         """
-        call = take_call(self, layer_idx)
+        call = current_call(self, layer_idx)
         if call is None:
             self._meeting.check_caller()
         layer = self._stack.by_index.get(layer_idx)
@@ -164,6 +166,8 @@ class PagedCore(HookedCache):
             decoding.hand_over(layer, layer_idx, forward, places, visible[0])
         if not layer.is_sliding and (call is not None or forward.due is not None):
             self._observe(layer, layer_idx, forward, call)
+        if call is not None:
+            call.queries = call.keys = call.mask = None
         if step.fresh:
             self._bytes_peak = max(self._bytes_peak, self._stack.bytes_reserved)
         forward.applied += 1

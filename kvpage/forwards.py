@@ -60,8 +60,6 @@ class Forwards:
         """Drafts of the forward about to be announced, when the outer model said so."""
         self.outer_mask: Tensor | None = None
         """2-D attention mask that a model around the decoder was given for it."""
-        self.drafting = False
-        """Whether the running forward ends in drafts."""
         self.records = False
         """Whether `activate_past_recording` was called: some forwards end in drafts."""
         self.pins = Pins(self.settings)
@@ -120,7 +118,7 @@ class Forwards:
                 self._check_same(visible[:, :kept], self.positions.real_after(kept))
                 real = visible[:, -num_new:]
         self.check_due(num_new, drafts)
-        self.announced, self.drafting = Announcement(num_new, drafts, real), drafts > 0
+        self.announced = Announcement(num_new, drafts, real)
         if over_blocks and num_new == 1:
             return mask
         used = None if told is None else self._live_mask(told, num_new, drafts)

@@ -27,10 +27,11 @@ from kvpage.contract import HookedCache, ModelKey
 
 @dataclass(slots=True)
 class Call:
-    """One attention call: what was captured between its start and `Cache.update`."""
+    """A decoder's forward with a cache of ours: what was captured since the last `Cache.update`."""
 
     cache: weakref.ref[HookedCache]
-    layer_idx: int
+    layer_idx: int = -1
+    """The layer that `queries` and `keys` are of."""
     queries: Tensor | None = None
     keys: Tensor | None = None
     mask: Tensor | None = None
@@ -44,11 +45,16 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def take_call(cache: HookedCache, layer_idx: int) -> Call | None:
-    """The attention call of `cache` at `layer_idx` that this thread is in, if any; taken once."""
-    call, _current.call = _current.call, None
-    if call is None or call.cache() is not cache or call.layer_idx != layer_idx:
+def current_call(cache: HookedCache, layer_idx: int) -> Call | None:
+    """The forward with `cache` that this thread is in, if any, with what was captured of the layer.
+
+    `update` clears it: what the next layer finds is to be its own.
+    """
+    call = _current.call
+    if call is None or call.cache() is not cache:
         return None
+    if call.layer_idx != layer_idx:
+        call.queries = call.keys = None
     return call
 
 
@@ -91,13 +97,14 @@ class OuterHook(_Hook):
 class DecoderHook(_Hook):
     """Forward pre-hook of the decoder: announces a forward and its attention mask."""
 
-    def __init__(self, key: ModelKey, parameters: tuple[str, ...]) -> None:
-        self.key, self.parameters = key, parameters
+    def __init__(self, attachment: Attachment, parameters: tuple[str, ...]) -> None:
+        self.attachment, self.key, self.parameters = attachment, attachment.key, parameters
 
     @not_compiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        _current.call = None
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         cache = cache_argument(arguments)
         if not isinstance(cache, HookedCache):
@@ -117,67 +124,93 @@ class DecoderHook(_Hook):
             visible = visible.expand(inputs.shape[0], -1)
         position_ids = arguments.get("position_ids")
         used = cache.announce(inputs.shape[1], mask, position_ids, visible)
+        if cache.has_mid():
+            self.attachment.hook_masks()
+        _current.call = Call(weakref.ref(cache))
         return None if used is mask else ((), arguments | {"attention_mask": used})
 
 
-class AttentionHook(_Hook):
-    """Forward pre-hook of an attention module: says which layer of which cache is running."""
+class EndHook(_Hook):
+    """Forward hook of the decoder, run also when it raised: its forward is over."""
 
-    def __init__(self, key: ModelKey, layer_idx: int) -> None:
-        self.key, self.layer_idx = key, layer_idx
-        self.is_first = layer_idx == min(key.ropes)
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        _current.call = None
+
+
+class FirstHook(_Hook):
+    """Forward pre-hook of the first attention module: the positions of the forward's tokens.
+
+    Also, of a bare decoder that was hooked while its first call was running, that it began.
+    """
+
+    def __init__(self, key: ModelKey) -> None:
+        self.key = key
+
+    @not_compiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = cache_argument(kwargs)
+        if not isinstance(cache, HookedCache):
+            _current.call = None
+            return
+        cache.meet(self.key)
+        if not cache.is_announced():
+            hidden = args[0] if args else kwargs["hidden_states"]
+            cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")), None)
+        if _current.call is None or _current.call.cache() is not cache:
+            _current.call = Call(weakref.ref(cache))
+        position_ids = kwargs.get("position_ids")
+        if position_ids is not None:
+            cache.see_positions(position_ids)
+
+
+class MaskHook(_Hook):
+    """Forward pre-hook of an attention module, once forwards end in drafts: hands it a mask of its
+    own where one of the drafts makes a compaction due."""
+
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
 
     @not_compiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        cache = cache_argument(kwargs)
-        if not isinstance(cache, HookedCache):
-            _current.call = None
-            return None
-        if self.is_first:
-            self._begin(cache, args, kwargs)
-        _current.call = call = Call(weakref.ref(cache), self.layer_idx)
-        if not cache.needs_private_mask(self.layer_idx):
+        call = _current.call
+        cache = None if call is None else call.cache()
+        if call is None or cache is None or not cache.needs_private_mask(self.layer_idx):
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         mask = _mask_of(kwargs.get("attention_mask"))
         call.mask = cache.private_mask(self.layer_idx, mask, hidden)
         return args, kwargs | {"attention_mask": call.mask}
 
-    def _begin(self, cache: HookedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache.meet(self.key)
-        if not cache.is_announced():  # a bare decoder's first call, hooked while it was running
-            hidden = args[0] if args else kwargs["hidden_states"]
-            cache.announce(hidden.shape[1], _padding_of(kwargs.get("attention_mask")), None)
-        position_ids = kwargs.get("position_ids")
-        if position_ids is not None:
-            cache.see_positions(position_ids)
-
 
 class CaptureHook(_Hook):
     """Forward hook of the module that yields the pre-RoPE query, or the key."""
 
-    def __init__(self, name: str, heads_first: bool) -> None:
+    def __init__(self, name: str, site: AttentionSite) -> None:
         """name: `"queries"` or `"keys"`, of `Call`."""
-        self.name, self.heads_first = name, heads_first
+        self.name, self.layer_idx, self.heads_first = name, site.layer_idx, site.heads_first
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if _current.call is not None:
-            captured = output.transpose(1, 2) if self.heads_first else output
-            setattr(_current.call, self.name, captured)
+        call = _current.call
+        if call is not None:
+            call.layer_idx = self.layer_idx
+            setattr(call, self.name, output.transpose(1, 2) if self.heads_first else output)
 
 
 class FusedHook(_Hook):
     """Forward hook of a module that yields query and key in one: `split` takes them apart."""
 
-    def __init__(self, split: Split, attention: nn.Module) -> None:
-        self.split, self.attention = split, weakref.ref(attention)
+    def __init__(self, split: Split, site: AttentionSite) -> None:
+        self.split, self.layer_idx = split, site.layer_idx
+        self.attention = weakref.ref(site.attention)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        attention = self.attention()
-        if _current.call is not None and attention is not None:
-            _current.call.queries, _current.call.keys = self.split(output, attention)
+        call, attention = _current.call, self.attention()
+        if call is not None and attention is not None:
+            call.layer_idx = self.layer_idx
+            call.queries, call.keys = self.split(output, attention)
 
 
 def _mask_of(mask: object) -> Tensor | None:
@@ -213,6 +246,8 @@ class Attachment:
     """Hooks on modules within the decoder; `handles` has the others."""
     hooked: list[weakref.ref[nn.Module]] = field(default_factory=list)
     """Those modules, in order."""
+    attentions: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    """The attention modules, by layer."""
     users: weakref.WeakSet[HookedCache] = field(default_factory=weakref.WeakSet)
     explicit: bool = False
 
@@ -231,8 +266,21 @@ class Attachment:
             return
         for handle in self.inner:
             handle.remove()
-        self.inner = [handle for site in sites for handle in _install_site(site, self.key)]
+        first = min(sites, key=lambda site: site.layer_idx).attention
+        hook = FirstHook(self.key)
+        self.inner = [first.register_forward_pre_hook(hook, with_kwargs=True)]
+        self.inner += [handle for site in sites for handle in _capture(site)]
         self.hooked = [weakref.ref(module) for module in modules]
+        self.attentions = {site.layer_idx: weakref.ref(site.attention) for site in sites}
+
+    def hook_masks(self) -> None:
+        """Hook every attention module for masks of its own, unless they are."""
+        attentions, self.attentions = self.attentions, {}
+        for layer_idx, reference in attentions.items():
+            module = reference()
+            if module is not None:
+                hook = MaskHook(layer_idx)
+                self.inner.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def join(self, cache: HookedCache) -> None:
         """Stay for as long as `cache` lives."""
@@ -263,7 +311,7 @@ def _attachment_of(model: nn.Module) -> Attachment:
         if attachment is None:
             attachment = _attachments[decoder] = Attachment(ModelKey(described))
         if not attachment.handles:
-            attachment.handles.append(_hook_decoder(decoder, attachment.key))
+            attachment.handles += _hook_decoder(decoder, attachment)
         attachment.hook_sites(described.sites)
         attachment.key.see_ropes(described)
         for outer in _models_around(decoder, model):
@@ -283,23 +331,23 @@ def _models_around(decoder: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _hook_decoder(decoder: nn.Module, key: ModelKey) -> RemovableHandle:
+def _hook_decoder(decoder: nn.Module, attachment: Attachment) -> Iterator[RemovableHandle]:
     signature = inspect.signature(type(decoder).forward)
-    hook = DecoderHook(key, tuple(signature.parameters)[1:])
-    return decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    hook = DecoderHook(attachment, tuple(signature.parameters)[1:])
+    yield decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    yield decoder.register_forward_hook(EndHook(), always_call=True)
 
 
-def _install_site(site: AttentionSite, key: ModelKey) -> Iterator[RemovableHandle]:
-    hook = AttentionHook(key, site.layer_idx)
-    yield site.attention.register_forward_pre_hook(hook, with_kwargs=True)
+def _capture(site: AttentionSite) -> Iterator[RemovableHandle]:
+    """Hook what yields the queries and keys of `site`, if they are wanted."""
     if site.query is None:
         return
     if site.split is not None:
-        yield site.query.register_forward_hook(FusedHook(site.split, site.attention))
+        yield site.query.register_forward_hook(FusedHook(site.split, site))
         return
     assert site.key is not None
-    yield site.query.register_forward_hook(CaptureHook("queries", site.heads_first))
-    yield site.key.register_forward_hook(CaptureHook("keys", site.heads_first))
+    yield site.query.register_forward_hook(CaptureHook("queries", site))
+    yield site.key.register_forward_hook(CaptureHook("keys", site))
 
 
 def attach(model: nn.Module) -> None:
