@@ -1,10 +1,10 @@
 """kvpage: a KV cache for transformers that runs a trace of any length in a fixed memory."""
 
+from kvpage.attachments import attach, detach
 from kvpage.attention import register
 from kvpage.cache import PagedCompactCache
 from kvpage.centroids import Statistics
 from kvpage.compaction import TracedCompaction
-from kvpage.hooks import attach, detach
 from kvpage.report import Report
 from kvpage.scoring import Scorer
 

@@ -23,6 +23,7 @@ from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
+from kvpage.storage import check_states
 
 ROPE_CHECK_TOKENS = 8
 
@@ -145,7 +146,7 @@ class PagedCore(HookedCache):
         if layer is None:
             layer = self._layer(layer_idx)
         if not layer.takes(key_states, value_states):
-            _check_states(key_states, value_states)
+            check_states(key_states, value_states)
             layer.check_states(key_states, value_states)
         if call is not None and self.scorer.needs_statistics and not layer.is_sliding:
             self._check_call(layer, layer_idx, call, key_states)
@@ -350,22 +351,3 @@ class PagedCore(HookedCache):
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _check_states(key_states: Tensor, value_states: Tensor) -> None:
-    if isinstance(key_states, Tensor) and isinstance(value_states, Tensor):
-        shape, other = key_states.shape, value_states.shape
-        if len(shape) == 4 == len(other) and shape[:3] == other[:3] and 0 not in (*shape, other[3]):
-            return
-    for name, states in (("key_states", key_states), ("value_states", value_states)):
-        if not isinstance(states, Tensor) or states.ndim != 4:
-            got = list(states.shape) if isinstance(states, Tensor) else type(states).__name__
-            raise ValueError(f"{name}: a tensor [B, Hkv, q, D] expected, got {got}")
-    if key_states.shape[:3] != value_states.shape[:3]:
-        raise ValueError(
-            f"value_states: [B, Hkv, q] = {list(key_states.shape[:3])} expected as in key_states, "
-            f"got {list(value_states.shape[:3])}"
-        )
-    raise ValueError(
-        f"key_states: at least one row and one new token expected, got {list(key_states.shape)}"
-    )

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
+from kvpage.attachments import Attachment, join
 from kvpage.compat import not_compiled
 from kvpage.contract import HookedCache, ModelKey
-from kvpage.hooks import Attachment, join
 
 
 class Watcher:

@@ -203,3 +203,23 @@ def _relocated(blocks: Tensor, num_blocks: int, runs: list[tuple[int, int, int]]
     for old, target, length in runs:
         new[:, target : target + length].copy_(blocks[:, old : old + length])
     return new
+
+
+def check_states(key_states: Tensor, value_states: Tensor) -> None:
+    """Raise `ValueError` unless they are tensors `[B, Hkv, q, D]` that go together."""
+    if isinstance(key_states, Tensor) and isinstance(value_states, Tensor):
+        shape, other = key_states.shape, value_states.shape
+        if len(shape) == 4 == len(other) and shape[:3] == other[:3] and 0 not in (*shape, other[3]):
+            return
+    for name, states in (("key_states", key_states), ("value_states", value_states)):
+        if not isinstance(states, Tensor) or states.ndim != 4:
+            got = list(states.shape) if isinstance(states, Tensor) else type(states).__name__
+            raise ValueError(f"{name}: a tensor [B, Hkv, q, D] expected, got {got}")
+    if key_states.shape[:3] != value_states.shape[:3]:
+        raise ValueError(
+            f"value_states: [B, Hkv, q] = {list(key_states.shape[:3])} expected as in key_states, "
+            f"got {list(value_states.shape[:3])}"
+        )
+    raise ValueError(
+        f"key_states: at least one row and one new token expected, got {list(key_states.shape)}"
+    )

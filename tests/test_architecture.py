@@ -14,14 +14,16 @@ ORDER = [  # a module imports only from lines above its own
     {"contract", "storage", "scoring", "places"},
     {"attention", "compaction"},
     {"hooks", "layer", "pins"},
-    {"meeting", "stack"},
+    {"attachments", "stack"},
+    {"meeting"},
     {"forwards", "report"},
     {"decoding"},
     {"core"},
     {"cache"},
     {"kvpage"},
 ]
-KNOW_TRANSFORMERS = {"architectures", "attention", "cache", "compat", "hooks", "layer", "meeting"}
+KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
+KNOW_TRANSFORMERS |= {"meeting"}
 KNOW_TRITON = {
     "kernels.triton_move_slots",
     "kernels.triton_paged_attention",
@@ -92,7 +94,9 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    assert sum(map(code_lines, paths)) <= 3500
+    kernels = [path for path in paths if path.parent.name == "kernels"]
+    assert sum(map(code_lines, set(paths) - set(kernels))) <= 3600
+    assert sum(map(code_lines, kernels)) <= 800
 
 
 def test_the_readmes_tree_names_every_module():
