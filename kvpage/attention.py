@@ -78,7 +78,6 @@ class Decode:
     placeholders and the live ones are in the blocks of `storage`.
     """
 
-    forward: object
     layer_idx: int
     backend: str
     keys: Tensor
@@ -144,10 +143,19 @@ _waiting = _Waiting()
 def hand_over(decode: Decode) -> None:
     """Leave `decode` for the attention function that follows.
 
-    Raises `RuntimeError` when the last one of the same forward was never taken.
+    Raises `RuntimeError` when the last one of this forward was never taken.
     """
-    left, _waiting.decode = _waiting.decode, decode
-    if left is not None and left.places is not None and left.forward is decode.forward:
+    finish(completed=True)
+    _waiting.decode = decode
+
+
+def finish(completed: bool) -> None:
+    """A forward, or a layer of it, is over: nothing waits any longer.
+
+    Raises `RuntimeError` when it is `completed`, but its attention was not ours.
+    """
+    left, _waiting.decode = _waiting.decode, None
+    if completed and left is not None and left.places is not None:
         raise RuntimeError(
             f"the attention of layer {left.layer_idx} did not go through attn_implementation "
             f"{NAME!r}; this model can't use it: model.set_attn_implementation('sdpa')"
@@ -158,8 +166,9 @@ def _take(keys: Tensor, queries: int) -> Decode | None:
     decode, _waiting.decode = _waiting.decode, None
     if decode is None or (decode.keys is keys and queries == 1):
         return decode
-    if decode.places is None:
-        return None
+    placeholders = keys.shape[2] == 1 and bool(keys.isnan().all())
+    if decode.places is None or not placeholders:
+        return None  # a forward was interrupted, and this is another
     raise RuntimeError(
         f"the attention of layer {decode.layer_idx} changed the keys on their way from the cache; "
         f"this model can't use attn_implementation {NAME!r}: model.set_attn_implementation('sdpa')"

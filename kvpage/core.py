@@ -164,7 +164,7 @@ class PagedCore(HookedCache):
         places = decoding.places_for(layer, step) if decoding.over_blocks else None
         visible = layer.apply(step, forward.due, self.scorer, key_states, value_states, places)
         if decoding.over_blocks:
-            decoding.hand_over(layer, layer_idx, forward, places, visible[0])
+            decoding.hand_over(layer, layer_idx, places, visible[0])
         if not layer.is_sliding and (call is not None or forward.due is not None):
             self._observe(layer, layer_idx, forward, call)
         if call is not None:

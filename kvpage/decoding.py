@@ -86,7 +86,6 @@ class Decoding:
         self,
         layer: PagedLayer,
         layer_idx: int,
-        forward: Forward,
         places: Places | None,
         keys: Tensor,
     ) -> None:
@@ -98,9 +97,7 @@ class Decoding:
             if visible is not None and reads_are_free(visible.device) and bool(visible.all()):
                 visible = None
         backend = self._backend(layer)
-        hand_over(
-            Decode(forward, layer_idx, backend, keys, visible, layer.storage, places, layer.window)
-        )
+        hand_over(Decode(layer_idx, backend, keys, visible, layer.storage, places, layer.window))
 
     def expect(self, layers: list[PagedLayer], forward: Forward) -> None:
         """Be where a captured graph continues, for a forward it is about to replay."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpage.architectures import AttentionSite, Split
+from kvpage.attention import finish
 from kvpage.compat import cache_argument, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 
@@ -136,6 +137,7 @@ class EndHook(_Hook):
     @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         _current.call = None
+        finish(completed=output is not None)
 
 
 class FirstHook(_Hook):
