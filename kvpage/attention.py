@@ -113,11 +113,11 @@ class Decode:
         self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """flash-attn's paged decode; its cache is `[num_blocks, block_size, Hkv, D]`, any strides
-        but the last."""
+        but the last. It knows no pads, so where a mask was given the device is asked for them."""
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         assert self.storage is not None and self.places is not None
-        if sinks is not None or self.places.visible is not None:
+        if sinks is not None or self.places.has_pads():
             what = "attention sinks" if sinks is not None else "pads"
             raise ValueError(f"backend: 'flash_attn' has no {what} over blocks, use 'triton'")
         return flash_attn_with_kvcache(

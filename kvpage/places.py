@@ -43,6 +43,8 @@ class Places:
         """int64 `[1]`: where in a buffer of `FOLD_TOKENS` tokens this forward's statistics go."""
         self.cycle_at = 0
         """The same on the host."""
+        self._asked: Step | None = None
+        self._padded = False
         self.step: Step | None = None
         """The last forward that was taken in."""
         self._stop = -1
@@ -57,6 +59,13 @@ class Places:
     def stop(self) -> Tensor:
         """int32 `[B]`: the slot behind it."""
         return self.lengths[1]
+
+    def has_pads(self) -> bool:
+        """Whether any live slot holds a pad; reads the device, once per forward."""
+        if self._asked is not self.step:
+            self._asked = self.step
+            self._padded = self.visible is not None and not bool(self.visible.all())
+        return self._padded
 
     def take(self, step: Step, pads: Pads, static: bool) -> None:
         """Be where one-token `step` has its rows; static: tensors keep their addresses."""

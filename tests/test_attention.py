@@ -119,9 +119,10 @@ def test_flash_attn_is_asked_as_it_documents(name, monkeypatch):
     flash, own = (PagedCompactCache(**SMALL, trace=True) for _ in range(2))
     model = family(name)
     model.set_attn_implementation("kvpage")
-    got = generate(model, prompt(30), flash, 80)[1]
+    given = {"attention_mask": torch.ones(1, 30, dtype=torch.long)} if name == "llama" else {}
+    got = generate(model, prompt(30), flash, 80, **given)[1]
     monkeypatch.undo()
-    expected = generate(model, prompt(30), own, 80)[1]
+    expected = generate(model, prompt(30), own, 80, **given)[1]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert calls and "attention=flash_attn" in repr(flash)
 
