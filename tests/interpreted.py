@@ -38,8 +38,8 @@ class Interpreter:
         named = {name: _pack(value) for name, value in options.items()}
         return _unpack(self.call(_run, op, [_pack(arg) for arg in args], same, named))
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._pool.submit(function, *args).result()
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self._pool.submit(function, *args, **options).result()
 
 
 def triton_version(op: str) -> Callable[..., Any]:

@@ -73,10 +73,14 @@ MODELS = {
 }
 
 
+DEFAULT_ATTENTION = "sdpa"
+
+
 def build(
-    name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+    name: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """The tiny model `name`, with random weights that are the same at every call."""
+    attention = attention or DEFAULT_ATTENTION
     model_class, config_class, traits = MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**(COMMON | traits), attn_implementation=attention))

@@ -14,6 +14,13 @@ from kvpage import PagedCompactCache
 SMALL = {"budget": 64, "interval": 24, "recent": 16}
 
 
+@pytest.fixture(autouse=True, params=["sdpa", "kvpage"])
+def attention(request, monkeypatch):
+    """What attends in every model built here."""
+    monkeypatch.setattr("tiny.DEFAULT_ATTENTION", request.param)
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def expected():
     return generate(build("llama-gqa3-tied"), prompt(30), PagedCompactCache(**SMALL), 100)[0]
