@@ -57,14 +57,14 @@ def with_attention(model, attention):
     return model
 
 
-def runs(*attentions):
-    """Every mode with the model's own attention; the core ones with `attentions` too."""
+def runs(**attentions):
+    """Every mode with the model's own attention, and of each of `attentions` some."""
     core = [pytest.param(mode, "own", marks=pytest.mark.core) for mode in CORE]
     other = [(mode, "own") for mode in MODES[len(CORE) :]]
-    return [*core, *other, *((mode, attention) for attention in attentions for mode in CORE)]
+    return [*core, *other, *((mode, name) for name, some in attentions.items() for mode in some)]
 
 
-@pytest.mark.parametrize(("mode", "attention"), runs("kvpage"), ids=name_of)
+@pytest.mark.parametrize(("mode", "attention"), runs(kvpage=[long_trace]), ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_never_evicting_is_what_dynamic_cache_does(name, mode, attention):
     model = with_attention(family(name), attention)
@@ -77,7 +77,7 @@ def test_never_evicting_is_what_dynamic_cache_does(name, mode, attention):
     cache.check()
 
 
-@pytest.mark.parametrize(("mode", "attention"), runs("kvpage", "static"), ids=name_of)
+@pytest.mark.parametrize(("mode", "attention"), runs(kvpage=CORE, static=[long_trace]), ids=name_of)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_over_budget_each_query_sees_exactly_what_lives(name, mode, attention):
     model, stepwise = with_attention(family(name), attention), 0

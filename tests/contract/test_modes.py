@@ -126,6 +126,10 @@ def assisted_turn_after_a_plain_one(model, cache):
     return call(model, new, cache, 20, attention_mask=mask, prompt_lookup_num_tokens=4)
 
 
+RUNS = [(name, attention) for name in MODELS for attention in ("sdpa", "kvpage")]
+RUNS.append((MODELS[0], "eager"))
+
+
 def name_of(mode):
     return getattr(mode, "__name__", None)
 
@@ -140,8 +144,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name_of)
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "attention"), RUNS)
 def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention, mode):
     model = build(name, attention)
     expected = mode(model, DynamicCache())
@@ -156,8 +159,7 @@ def test_under_budget_every_mode_gives_what_dynamic_cache_gives(name, attention,
     [mode for mode in MODES if mode is not embeddings],
     ids=name_of,
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvpage"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "attention"), RUNS)
 def test_over_budget_every_mode_attends_to_exactly_what_lives(name, attention, mode):
     """Every logit of every row, whatever was reordered, cropped or padded, is the oracle's."""
     model = build(name, attention)
