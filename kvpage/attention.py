@@ -37,7 +37,7 @@ QUERY_CHUNK = 256
 def register() -> None:
     """Make "kvpage" known to transformers, as an attention and as a mask function.
 
-    `attach` and every cache do so; call it to set the implementation before there is any.
+    `attach(model)` and `PagedCompactCache(model)` do so; call it to set the implementation before.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)

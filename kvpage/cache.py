@@ -179,9 +179,9 @@ class PagedCompactCache(PagedCore, Cache):
         """Account for a one-token forward that a captured graph is about to replay.
 
         The graph writes and attends; this counts the token, and compacts when that is due. Capture
-        a one-token forward that follows another; capturing counts as a forward, so the first replay
-        needs no `advance`. Raises `RuntimeError` where what was captured can't go on: without
-        `static=True`, after another forward than a captured one, once blocks are shared.
+        a one-token forward, without a mask, that follows another; capturing counts as a forward, so
+        the first replay needs no `advance`. Raises `RuntimeError` where what was captured can't go
+        on: nothing was, or the cache was reset, its rows changed or its blocks shared since.
         """
         forward = self._forwards.current
         if not self.settings.static or forward is None or not self._decoding.over_blocks:

@@ -143,6 +143,11 @@ class LayerStatistics:
             self._fold()
         self._held, self._held_until = self._held + 1, at + 1
 
+    @property
+    def cycle_buffers(self) -> tuple[Tensor, ...]:
+        """What `put` writes to, once it has."""
+        return self._cycle or ()
+
     def _empty_cycle(self) -> None:
         """Have what the cycle holds wait with the others."""
         if self._held == 0 or self._cycle is None:
@@ -218,7 +223,7 @@ class LayerStatistics:
     @property
     def nbytes(self) -> int:
         tensors = [t for vectors in self._waiting for t in (vectors.queries, vectors.keys)]
-        tensors += self._cycle or ()
+        tensors += self.cycle_buffers
         for moments in (self._queries, self._keys):
             if moments is not None:
                 tensors += [moments.total, moments.magnitude_total]

@@ -91,7 +91,7 @@ class PagedCore(HookedCache):
         self._check_complete()
         self._commit()
         key = self._meeting.key
-        self._decoding.check(key, num_new)
+        self._decoding.check(key, num_new, masked=mask is not None)
         over_blocks = key is not None and key.attends_over_blocks
         used = self._forwards.announce(num_new, mask, position_ids, visible, over_blocks)
         self._check_statistics(num_new)
@@ -153,6 +153,7 @@ class PagedCore(HookedCache):
         forward = self._forwards.current
         step = None if forward is None else forward.step_of(layer.is_sliding)
         if forward is None or step is None or layer.step_index == step.index:
+            self._decoding.resolve(self._meeting.key, key_states.device)
             forward = self._begin(key_states.shape[0], key_states.shape[2])
             step = forward.step_of(layer.is_sliding)
         if key_states.shape != forward.key_shape or forward.started != forward.applied:
@@ -184,7 +185,7 @@ class PagedCore(HookedCache):
         self._check_complete()
         self._check_statistics(num_new)
         forward = self._forwards.begin(batch, num_new)
-        self._decoding.begin(self._meeting.key, forward.step)
+        self._decoding.begin(self._meeting.key, forward.step, self._stack.paged)
         if forward.due is not None and self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
@@ -252,6 +253,7 @@ class PagedCore(HookedCache):
 
     def _advance(self) -> None:
         self._check_complete()
+        self._decoding.check_captured(self._stack.paged)
         self._commit()
         self._forwards.announce(1, None, None, None, over_blocks=True)
         self._check_statistics(1)

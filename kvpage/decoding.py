@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpage.attention import Decode, hand_over, resolve_backend
 from kvpage.contract import ModelKey
-from kvpage.device import reads_are_free
+from kvpage.device import capturing, reads_are_free
 from kvpage.forwards import Forward, Forwards
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Step
@@ -33,19 +33,28 @@ class Decoding:
         self._places: dict[tuple[bool, torch.device], Places] = {}
         self.over_blocks = False
         """Whether the running forward is such a one."""
+        self._captured: list[int] | None = None
+        """Where everything was that a graph was captured with."""
 
     def fork(self, forwards: Forwards) -> Decoding:
         """Decoding of its own that continues from here."""
         twin = copy.copy(self)
         twin.forwards, twin._places, twin.backends = forwards, {}, dict(self.backends)
+        twin._captured = None
         return twin
 
     def clear(self) -> None:
         self._places.clear()
-        self.over_blocks = False
+        self.over_blocks, self._captured = False, None
 
-    def check(self, key: ModelKey | None, num_new: int) -> None:
-        """Raise `ValueError` where the settings ask for what this forward can't have."""
+    def check(self, key: ModelKey | None, num_new: int, masked: bool) -> None:
+        """Raise `ValueError` where the settings ask for what this forward can't have, and
+        `RuntimeError` for a forward that can't be captured."""
+        if capturing() and (num_new > 1 or masked or not self.settings.static):
+            raise RuntimeError(
+                "cache: of a cache with static=True one-token forwards without an attention_mask "
+                "can be captured (pads of the prompt stay hidden)"
+            )
         asked = "static" if self.settings.static else "backend"
         if not self.settings.static and self.settings.backend == "auto":
             return
@@ -59,8 +68,15 @@ class Decoding:
                 "attention_mask: a 2-D mask or none expected with static=True, got a 4-D one"
             )
 
-    def begin(self, key: ModelKey | None, step: Step) -> None:
+    def resolve(self, key: ModelKey | None, device: torch.device) -> None:
+        """Raise where the backend that was asked for can't be had on `device`."""
+        if key is not None and key.attends_over_blocks:
+            self._backend(device)
+
+    def begin(self, key: ModelKey | None, step: Step, layers: list[PagedLayer]) -> None:
         """A forward was begun."""
+        if capturing():
+            self._captured = self._addresses(layers)
         self.over_blocks = (
             key is not None
             and key.attends_over_blocks
@@ -75,7 +91,7 @@ class Decoding:
         if storage is None:
             return None
         views = not self.settings.static and step.layout.strides is not None
-        if views and self._backend(layer) == "reference":
+        if views and self._backend(storage.keys.device) == "reference":
             return None
         places = self._places_of(layer, step)
         if places.step is not step:
@@ -92,11 +108,11 @@ class Decoding:
         """Tell the attention that follows what to read; keys: what `update` returns."""
         visible = None
         if places is None:
-            visible = self.real_slots(layer.is_sliding)
+            visible = self.visible_slots(layer.is_sliding)
             visible = None if visible is None else visible[:, -keys.shape[2] :].to(keys.device)
             if visible is not None and reads_are_free(visible.device) and bool(visible.all()):
                 visible = None
-        backend = self._backend(layer)
+        backend = self._backend(keys.device)
         hand_over(Decode(layer_idx, backend, keys, visible, layer.storage, places, layer.window))
 
     def expect(self, layers: list[PagedLayer], forward: Forward) -> None:
@@ -112,19 +128,48 @@ class Decoding:
         """The places of `layer` in the running forward, which say where statistics go."""
         return self._places_of(layer, step)
 
-    def real_slots(self, sliding: bool) -> Tensor | None:
-        """bool `[B, live]`: which live slots hold no pad; `None` while no mask was given."""
+    def check_captured(self, layers: list[PagedLayer]) -> None:
+        """Raise `RuntimeError` unless a graph was captured, of this cache as it is."""
+        if self._captured is None or self._captured != self._addresses(layers):
+            raise RuntimeError(
+                "advance: a captured one-token forward expected, of the cache as it is; none was, "
+                "or its tensors have moved since (reset, other rows, forks): capture again"
+            )
+
+    def _addresses(self, layers: list[PagedLayer]) -> list[int]:
+        tensors: list[Tensor | None] = []
+        for layer in layers:
+            storage, statistics = layer.storage, layer.statistics
+            tensors += (None, None) if storage is None else (storage.keys, storage.values)
+            tensors += () if statistics is None else statistics.cycle_buffers
+        for places in self._places.values():
+            tensors += (places.tables, places.lengths, places.cycle, places.visible)
+        rows = self.forwards.ledger.batch_size
+        return [rows, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)]
+
+    def visible_slots(self, sliding: bool) -> Tensor | None:
+        """bool `[B, live]`: which live slots the new token sees; `None`: all.
+
+        As with SDPA: as the mask says where it tells of them, else those that hold no pad, and all
+        where the forward has no mask. With `static=True` what was a pad stays hidden then.
+        """
+        forward = self.forwards.current
+        assert forward is not None
+        step = forward.step_of(sliding)
+        if forward.told is not None and (sliding or step.kept == step.seen):
+            return forward.told[:, -step.kept - 1 :].bool()
+        if forward.real is None and not self.settings.static:
+            return None
         positions = self.forwards.positions
         slots = positions.sliding if sliding else positions.live
         return None if slots is None else slots.read()
 
-    def _backend(self, layer: PagedLayer) -> str:
-        assert layer.storage is not None
-        device = layer.storage.keys.device.type
-        if device not in self.backends:
+    def _backend(self, device: torch.device) -> str:
+        if device.type not in self.backends:
             settings = self.settings
-            self.backends[device] = resolve_backend(settings.backend, device, settings.block_size)
-        return self.backends[device]
+            backend = resolve_backend(settings.backend, device.type, settings.block_size)
+            self.backends[device.type] = backend
+        return self.backends[device.type]
 
     def _places_of(self, layer: PagedLayer, step: Step) -> Places:
         assert layer.storage is not None
@@ -137,7 +182,7 @@ class Decoding:
     def _pads(self, sliding: bool) -> Pads:
         current = self.forwards.current
         return Pads(
-            lambda: self.real_slots(sliding), current is not None and current.real is not None
+            lambda: self.visible_slots(sliding), current is not None and current.real is not None
         )
 
     @without_autograd

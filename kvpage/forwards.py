@@ -33,6 +33,7 @@ class Forward:
     """int64 `[1 or B, q]` as the model passed them, if it did."""
     sliding: Step | None = None
     """The step of the sliding-window layers."""
+    told: Tensor | None = None
     started: int = 0
     applied: int = 0
     key_shape: torch.Size | None = None
@@ -120,6 +121,7 @@ class Forwards:
         self.check_due(num_new, drafts)
         self.announced = Announcement(num_new, drafts, real)
         if over_blocks and num_new == 1:
+            self.announced.told = told
             return mask
         used = None if told is None else self._live_mask(told, num_new, drafts)
         if used is not told and (told is not mask or self.stack.sliding is not None):
@@ -166,7 +168,8 @@ class Forwards:
                 self.positions.close_prompt()
         mid_due = self._mid_due(announced, step, batch)
         position_ids = announced.position_ids
-        self.current = Forward(step, due, mid_due, announced.real, position_ids, sliding)
+        real, told = announced.real, announced.told
+        self.current = Forward(step, due, mid_due, real, position_ids, sliding, told)
         return self.current
 
     def latest_positions(self, num_new: int, last: int) -> Tensor | None:

@@ -28,6 +28,8 @@ class Announcement:
     """bool `[B, q]`, False for pads; `None` when no mask was given."""
     position_ids: Tensor | None = None
     """int64 `[1 or B, q]`."""
+    told: Tensor | None = None
+    """The 2-D mask `[B, seen + 1]` of a one-token forward that attends over blocks."""
 
     def position_of(self, index: int) -> Tensor | None:
         """int64 `[1 or B]`: the position of new token `index`, or of the row's first behind it

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvpage import core, decoding, places
+
 
 class Recorder(TorchDispatchMode):
     """Records every operation within it; `replay` repeats them, results in the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, captures: bool = True) -> None:
+        """captures: whether this stands for a graph, of which only some forwards can be made."""
         super().__init__()
+        self.captures = captures
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __enter__(self) -> Recorder:
+        """What asks whether a graph is being captured is told so."""
+        self._patches = pytest.MonkeyPatch()
+        for module in (core, decoding, places):
+            self._patches.setattr(module, "capturing", lambda: self.captures)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.undo()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -43,7 +43,6 @@ def test_on_a_cpu_the_reference_reads_the_blocks(requested):
     cache = PagedCompactCache(model, backend=requested)
     assert "attention=" not in repr(cache)
     forward(model, prompt(5), cache)
-    forward(model, prompt(1), cache)
     assert "attention=reference" in repr(cache)
 
 
@@ -77,12 +76,14 @@ def test_a_backend_without_the_attention_it_is_for_is_an_error():
     assert cache.get_seq_length() == 0
 
 
-def test_a_backend_that_fails_leaves_what_is_cached():
+def test_a_backend_that_can_not_be_had_is_refused_before_anything_is_cached():
     model = build("llama-gqa3-tied", "kvpage")
-    cache = PagedCompactCache(model, backend="triton")
-    forward(model, prompt(5), cache)
-    with pytest.raises(ValueError, match="'triton'"):
-        forward(model, prompt(1), cache)
+    for cache in (PagedCompactCache(model, backend="triton"), PagedCompactCache(backend="triton")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="'auto' or 'reference' expected on 'cpu'"):
+                forward(model, prompt(5), cache)
+            assert cache.get_seq_length() == 0 and cache.ledger.steps == 0
+        cache.check()
 
 
 def paged_stand_in(calls):
@@ -215,18 +216,46 @@ def test_a_mask_of_the_users_own_is_what_a_token_sees():
         forward(model, prompt(1), static, attention_mask=visible)
 
 
-def test_pads_stay_hidden_whether_or_not_the_mask_is_repeated():
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("later", ["the same", "none", "hides more", "shows pads", "first given"])
+def test_a_token_sees_what_its_mask_says_whatever_earlier_ones_said(name, later):
+    """As with SDPA and with DynamicCache, also where masks contradict each other."""
+    own, over_blocks = family(name), family(name)
+    over_blocks.set_attn_implementation("kvpage")
+    first, second = torch.ones(2, 12, dtype=torch.long), torch.ones(2, 13, dtype=torch.long)
+    if later != "hides more":
+        first[0, :5] = second[0, :5] = 0
+    if later == "hides more":
+        second[1, 4:8] = 0
+    if later == "shows pads":
+        second[:] = 1
+    given = None if later == "first given" else first
+    then = None if later == "none" else second
+    results = []
+    for model, cache in (
+        (own, DynamicCache(config=own.config)),
+        (own, PagedCompactCache(own)),
+        (over_blocks, PagedCompactCache(over_blocks)),
+    ):
+        forward(model, prompt(12, 2), cache, attention_mask=given)
+        at = torch.full((2, 1), 12)
+        results.append(forward(model, prompt(1, 2), cache, attention_mask=then, position_ids=at))
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_hides_pads_when_no_mask_is_repeated():
     model, logits = build("llama-gqa3-tied", "kvpage"), []
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :7] = 0
-    for told in (True, False):
-        cache = PagedCompactCache()
+    for static in (False, True):
+        cache = PagedCompactCache(static=static)
         forward(model, prompt(12, 2), cache, attention_mask=mask)
         longer = torch.nn.functional.pad(mask, (0, 1), value=1)
         at = longer.sum(dim=1, keepdim=True) - 1
-        given = {"attention_mask": longer} if told else {}
+        given = {} if static else {"attention_mask": longer}
         logits.append(forward(model, prompt(1, 2), cache, position_ids=at, **given))
-    torch.testing.assert_close(*logits, atol=0, rtol=0)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
