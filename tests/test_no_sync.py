@@ -24,12 +24,24 @@ READS = {
 }
 
 
+METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+"""Of a tensor: what makes numbers of it, which on a CPU dispatches nothing."""
+
+
 class Reads(TorchDispatchMode):
-    """Notes every op whose result the host has to wait for."""
+    """Notes every op whose result the host has to wait for, and every method of `METHODS`."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen, self.watches = [], False
+
+    def __enter__(self):
+        self.watches = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.watches = False
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -46,7 +58,19 @@ def has_bool_index(indices):
 def reads(monkeypatch):
     for module in (attention, decoding):
         monkeypatch.setattr(module, "reads_are_free", lambda device: False)
-    return Reads()
+    mode = Reads()
+    for name in METHODS:
+        monkeypatch.setattr(torch.Tensor, name, noting(mode, name, getattr(torch.Tensor, name)))
+    return mode
+
+
+def noting(mode, name, method):
+    def call(*args, **kwargs):
+        if mode.watches:
+            mode.seen.append(name)
+        return method(*args, **kwargs)
+
+    return call
 
 
 def decode(model, cache, steps, mask, batch):
@@ -85,4 +109,7 @@ def test_a_read_would_show(reads):
     with reads, torch.inference_mode():
         bool(torch.ones(1).all())
         torch.ones(3)[torch.tensor([True, False, True])]
-    assert len(reads.seen) == 2
+        torch.ones(3).tolist()
+        torch.ones(1).cpu()
+    assert {"__bool__", "aten::index", "tolist", "cpu"} <= set(reads.seen)
+    assert {"aten::_local_scalar_dense", "aten::is_nonzero"} & set(reads.seen)

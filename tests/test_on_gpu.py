@@ -335,3 +335,47 @@ def test_the_host_never_waits_in_64_steady_steps():
             torch.cuda.set_sync_debug_mode("default")
     report = caches["kvpage"].report()
     assert report.compactions == 1 and report.live_tokens == 256 + 8 + 64
+
+
+def test_a_captured_graph_decodes_as_the_model_does():
+    """Through compactions, with pads in the prompt; both feed themselves the same tokens."""
+    model, batch = on_gpu("qwen3", "kvpage", FP32), 2
+    caches = [PagedCompactCache(model, budget=64, interval=24, recent=16, static=True)]
+    caches.append(PagedCompactCache(model, budget=64, interval=24, recent=16, static=True))
+    mask = torch.ones(batch, 30, dtype=torch.long, device="cuda")
+    mask[0, :9] = 0
+    token = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    position = torch.zeros_like(token)
+    fed = prompt(200, batch).cuda()
+
+    def forward(cache: PagedCompactCache) -> Tensor:
+        with torch.inference_mode():
+            named = {cache_name(model): cache}
+            return model(token, position_ids=position, **named).logits
+
+    def set_inputs(step: int) -> None:
+        token.copy_(fed[:, step : step + 1])
+        position.copy_(mask.sum(dim=1, keepdim=True) + step)
+
+    for cache in caches:
+        with torch.inference_mode():
+            model(prompt(30, batch).cuda(), attention_mask=mask, **{cache_name(model): cache})
+    expected, got, graph = [], [], torch.cuda.CUDAGraph()
+    for step in range(200):
+        set_inputs(step)
+        expected.append(forward(caches[0]).clone())
+        if step < 3:
+            got.append(forward(caches[1]).clone())
+            continue
+        if step == 3:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                logits = forward(caches[1])
+        else:
+            caches[1].advance()
+        graph.replay()
+        got.append(logits.clone())
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-3, rtol=1e-3)
+    reports = [cache.report() for cache in caches]
+    assert reports[0].compactions == reports[1].compactions >= 5
+    assert reports[1].seen_tokens == 230
