@@ -15,7 +15,7 @@ random keys and values through `update`, those with a budget to the steady state
 in turn, one token each. So does, in float32 at batch 1, a second cache of budget 1024 that has seen
 only 1,024 tokens, the measure for its elder.
 
-The default grid takes about half an hour; giving any of `--seen`, `--batch`, `--dtype` measures
+The default grid takes about an hour; giving any of `--seen`, `--batch`, `--dtype` measures
 their product instead. `--kvpress-python` adds kvpress's DecodingPress, in its own environment.
 
 Prints medians, then a line per target of the project, then everything as one line of JSON. Exits
