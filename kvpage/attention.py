@@ -166,8 +166,8 @@ def _take(keys: Tensor, queries: int) -> Decode | None:
     decode, _waiting.decode = _waiting.decode, None
     if decode is None or (decode.keys is keys and queries == 1):
         return decode
-    placeholders = keys.shape[2] == 1 and bool(keys.isnan().all())
-    if decode.places is None or not placeholders:
+    placeholders = decode.places is not None
+    if keys.shape != decode.keys.shape or (placeholders and not bool(keys.isnan().all())):
         return None  # a forward was interrupted, and this is another
     raise RuntimeError(
         f"the attention of layer {decode.layer_idx} changed the keys on their way from the cache; "

@@ -106,6 +106,7 @@ class DecoderHook(_Hook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         _current.call = None
+        finish(completed=False)
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         cache = cache_argument(arguments)
         if not isinstance(cache, HookedCache):

@@ -279,12 +279,13 @@ def test_an_attention_that_ignores_us_is_found_out(replaced):
     forward(model, prompt(1), cache)
 
 
-def test_keys_changed_on_their_way_are_found_out(replaced):
+@pytest.mark.parametrize("static", [False, True])
+def test_keys_changed_on_their_way_are_found_out(replaced, static):
     def changed(module, query, key, value, *args, **kwargs):
         return attention.attention(module, query, key.clone(), value, *args, **kwargs)
 
     model = build("llama-gqa3-tied", "kvpage")
-    cache = PagedCompactCache(model, static=True)
+    cache = PagedCompactCache(model, static=static)
     forward(model, prompt(5), cache)
     replaced(changed)
     with pytest.raises(RuntimeError, match="layer 0 changed the keys on their way"):
@@ -308,8 +309,20 @@ def test_a_forward_that_raises_before_its_attention_leaves_nothing_behind(monkey
     expected = forward(build("llama-gqa3-tied"), prompt(6), DynamicCache())
     got = forward(build("llama-gqa3-tied", "kvpage"), prompt(6), DynamicCache())
     torch.testing.assert_close(got, expected)
-    cache.reset()
-    torch.testing.assert_close(forward(model, prompt(6), cache), expected)
+    other = PagedCompactCache(model, static=True)
+    forward(model, prompt(5), other)
+    monkeypatch.setattr(PagedCompactCache, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, prompt(1), other)
+    monkeypatch.undo()
+    plain = PagedCompactCache(model, static=True)
+    forward(model, prompt(5), plain)
+    for each in (cache, other):
+        with pytest.raises(RuntimeError, match="reset"):
+            forward(model, prompt(1), each)
+        each.reset()
+        torch.testing.assert_close(forward(model, prompt(6), each), expected)
+    forward(model, prompt(1), plain)
 
 
 def test_the_last_layer_is_found_out_too(replaced):
