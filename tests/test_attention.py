@@ -17,6 +17,7 @@ import kvpage
 from kvpage import PagedCompactCache, attention, decoding
 from kvpage.kernels import reference
 
+pytestmark = pytest.mark.core
 SMALL = {"budget": 48, "interval": 16, "recent": 8}
 
 
