@@ -31,7 +31,7 @@ import torch
 from gpu_lab import SHAPES, Contender, Lab, Shape, cache_bytes, contenders
 from gpu_limits import Limit, limit_rows, measure_limits
 from gpu_timing import device_of, environment, peak_bytes
-from reporting import Target, aligned, at_least, markdown
+from reporting import Target, aligned, at_least, markdown, write
 
 WARM_UP_STEPS = 2
 CELLS_SHARE = 0.65
@@ -229,12 +229,7 @@ class Run:
         }
 
     def write(self) -> None:
-        out = self.args.out
-        if out is None:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "decode.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        (out / "decode.md").write_text(f"## Decoding\n\n{self.text(markdown)}\n")
+        write(self.args.out, "decode", self.to_dict(), "Decoding", self.text(markdown))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from gpu_timing import (
 from kernel_cases import Heads, Work, bytes_of, paged_case, works, wrong_kernels
 from kernel_compaction import CompactionShape, CompactionTime, measure_compaction
 from kernel_peers import peers
-from reporting import Target, aligned, at_least, markdown
+from reporting import Target, aligned, at_least, markdown, write
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,7 @@ class Report:
         }
 
     def write(self) -> None:
-        out = self.args.out
-        if out is None:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "kernels.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        (out / "kernels.md").write_text(f"## Kernels\n\n{self.text(markdown)}\n")
+        write(self.args.out, "kernels", self.to_dict(), "Kernels", self.text(markdown))
 
 
 if __name__ == "__main__":

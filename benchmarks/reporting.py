@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -49,6 +51,15 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """`rows`, the first of them the head, as a Markdown table."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def write(out: Path | None, name: str, result: dict[str, Any], title: str, text: str) -> None:
+    """Leave `result` as JSON and `text` as Markdown in the folder `out`, if there is one."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.md").write_text(f"## {title}\n\n{text}\n")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

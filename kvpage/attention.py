@@ -190,12 +190,12 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `[B, H, q, D]` to `([B, q, H, Dv], None)`."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    position_bias = kwargs.get("position_bias")
     decode = _take(key, query.shape[2])
     if decode is not None:
-        if kwargs.get("position_bias") is not None:
+        if position_bias is not None:
             raise ValueError(f"position_bias: not supported by attn_implementation {NAME!r}")
         return decode.attend(query[:, :, 0], value, scale, softcap, s_aux)[:, None], None
-    position_bias = kwargs.get("position_bias")
     on_cpu = query.shape[2] == 1 and reads_are_free(query.device)
     if on_cpu and not dropout and position_bias is None and _hides_slots_only(attention_mask):
         visible = None if attention_mask is None else attention_mask[:, 0, 0]

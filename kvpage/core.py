@@ -246,7 +246,7 @@ class PagedCore(HookedCache):
             layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)
         if statistics is not None and vectors is not None:
             if self.settings.static and self._decoding.over_blocks and vectors.real is None:
-                places = self._decoding.cycle(layer, forward.step)
+                places = self._decoding.places_of(layer, forward.step)
                 statistics.put(vectors, places.cycle, places.cycle_at)
             else:
                 statistics.add(vectors)
@@ -254,9 +254,7 @@ class PagedCore(HookedCache):
     def _advance(self) -> None:
         self._check_complete()
         self._decoding.check_captured(self._stack.paged)
-        self._commit()
-        self._forwards.announce(1, None, None, None, over_blocks=True)
-        self._check_statistics(1)
+        self.announce(1, None, None)
         forward = self._begin(self.ledger.batch_size, 1)
         for layer in self._stack.paged:
             forward.started += 1
@@ -267,7 +265,7 @@ class PagedCore(HookedCache):
         self._decoding.expect(self._stack.paged, forward)
         for layer in self._stack.ranked:
             if layer.statistics is not None:
-                layer.statistics.hold(self._decoding.cycle(layer, forward.step).cycle_at)
+                layer.statistics.hold(self._decoding.places_of(layer, forward.step).cycle_at)
 
     def _commit(self) -> None:
         """Carry out the compaction that became due at a draft which is there to stay."""

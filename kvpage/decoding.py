@@ -93,7 +93,7 @@ class Decoding:
         views = not self.settings.static and step.layout.strides is not None
         if views and self._backend(storage.keys.device) == "reference":
             return None
-        places = self._places_of(layer, step)
+        places = self.places_of(layer, step)
         if places.step is not step:
             self._take(places, layer.is_sliding, step)
         return places
@@ -120,13 +120,9 @@ class Decoding:
         for layer in layers:
             step = forward.step_of(layer.is_sliding)
             assert layer.storage is not None
-            places = self._places_of(layer, step)
+            places = self.places_of(layer, step)
             if places.step is not step:
                 self._expect(places, layer.is_sliding, step)
-
-    def cycle(self, layer: PagedLayer, step: Step) -> Places:
-        """The places of `layer` in the running forward, which say where statistics go."""
-        return self._places_of(layer, step)
 
     def check_captured(self, layers: list[PagedLayer]) -> None:
         """Raise `RuntimeError` unless a graph was captured, of this cache as it is."""
@@ -171,7 +167,8 @@ class Decoding:
             self.backends[device.type] = backend
         return self.backends[device.type]
 
-    def _places_of(self, layer: PagedLayer, step: Step) -> Places:
+    def places_of(self, layer: PagedLayer, step: Step) -> Places:
+        """Where the rows of `layer` lie: one for all layers under its ledger, on its device."""
         assert layer.storage is not None
         at = layer.is_sliding, layer.storage.keys.device
         batch = len(step.layout.tables)

@@ -69,7 +69,7 @@ class Places:
 
     def take(self, step: Step, pads: Pads, static: bool) -> None:
         """Be where one-token `step` has its rows; static: tensors keep their addresses."""
-        steady = self._stop == step.kept and self._lie == self._describe(step)
+        lie, steady = self._compare(step)
         if not steady and capturing():
             raise RuntimeError(
                 "cache: a graph can be captured from the second of two one-token forwards on that "
@@ -81,19 +81,21 @@ class Places:
             self._set_lengths(step.kept)
         if static:
             self.cycle.add_(1).remainder_(FOLD_TOKENS)
-        self._settle(step, pads, static, steady)
+        self._settle(step, lie, pads, static, steady)
 
     def expect(self, step: Step, pads: Pads) -> None:
         """Be where `take` will find all it needs when a graph replays it."""
-        steady = self._stop == step.kept and self._lie == self._describe(step)
+        lie, steady = self._compare(step)
         if not steady:
             self._set_lengths(step.kept - 1)
-        self._settle(step, pads, True, steady)
+        self._settle(step, lie, pads, True, steady)
 
-    def _settle(self, step: Step, pads: Pads, static: bool, steady: bool) -> None:
+    def _settle(self, step: Step, lie: object, pads: Pads, static: bool, steady: bool) -> None:
         self.step, self._stop = step, step.kept + 1
         self.cycle_at = (self.cycle_at + 1) % FOLD_TOKENS
-        self._place(step)
+        if lie != self._lie:
+            self._lie = lie
+            self._set_tables(step.layout, step.num_blocks // len(step.layout.tables))
         if not static:
             real = pads.real()
             self.visible = None if real is None else real.to(self.device, non_blocking=True)
@@ -104,21 +106,15 @@ class Places:
         self.lengths[0].fill_(start)
         self.lengths[1].fill_(start + 1)
 
-    def _describe(self, step: Step) -> object:
-        strides = step.layout.strides
-        if strides is None:
-            return step.layout
-        return strides, step.num_blocks // len(step.layout.tables)
-
-    def _place(self, step: Step) -> None:
-        """Rows of consecutive blocks: all of the row's region, so that it stays while rows grow."""
-        lie = self._describe(step)
-        if lie == self._lie:
-            return
-        self._lie = lie
-        self._set_tables(step.layout, step.num_blocks // len(step.layout.tables))
+    def _compare(self, step: Step) -> tuple[object, bool]:
+        """How the rows of `step` lie, and whether it is one token on from the last, lying alike."""
+        lie: object = step.layout
+        if step.layout.strides is not None:
+            lie = step.layout.strides, step.num_blocks // len(step.layout.tables)
+        return lie, self._stop == step.kept and self._lie == lie
 
     def _set_tables(self, layout: Layout, width: int) -> None:
+        """Rows of consecutive blocks: all of the row's region, so that it stays while rows grow."""
         batch = len(layout.tables)
         if layout.strides is not None:
             first, between = layout.strides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -11,12 +12,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import pytest
 import torch
+from interpreted import Interpreter
 from small_models import fetch_gemma3, fetch_smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def triton():
+    """`triton(op, *args)` runs the interpreted Triton version of an op, in another process."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with Interpreter() as interpreter:
+        yield interpreter
 
 
 @pytest.fixture(scope="session")

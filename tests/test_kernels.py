@@ -6,14 +6,13 @@ import random
 import sys
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import Interpreter, triton_version
+from interpreted import triton_version
 from test_storage import PLANS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,14 +32,6 @@ ROTATED = {  # bands of head_dim D, interleaved
     "none": (lambda dim: 0, False),
 }
 every_layout = pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED)
-
-
-@pytest.fixture(scope="module")
-def triton():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    with Interpreter() as interpreter:
-        yield interpreter
 
 
 def queries(groups: int, dim: int, bands: int, batch: int = 2, kv_heads: int = 2):

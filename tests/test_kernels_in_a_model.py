@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from families import family
-from interpreted import Interpreter, triton_version
+from interpreted import triton_version
 from tiny import generate, prompt
 
 from kvpage import PagedCompactCache, decoding, kernels
@@ -46,12 +44,11 @@ def decode_with_triton(*args, **options):
     [("llama", False, {"num_beams": 2}), ("gpt-oss", True, {})],
     ids=str,
 )
-def test_a_model_decodes_through_the_kernels_as_through_their_references(name, static, options):
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
+def test_a_model_decodes_through_the_kernels_as_through_their_references(
+    triton, name, static, options
+):
     expected, left, _ = decode(name, static, **options)
-    with Interpreter() as interpreter:
-        got, kept, described, ops = interpreter.call(decode_with_triton, name, static, **options)
+    got, kept, described, ops = triton.call(decode_with_triton, name, static, **options)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert ops == set(OPS) and "attention=triton" in described
     assert len(kept) == len(left) >= 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 from unittest import mock
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import Interpreter, triton_version
+from interpreted import triton_version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,14 +23,6 @@ from kvpage.kernels import reference
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
 AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@pytest.fixture(scope="module")
-def triton():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    with Interpreter() as interpreter:
-        yield interpreter
 
 
 class Rows(NamedTuple):
