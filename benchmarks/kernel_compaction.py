@@ -12,10 +12,11 @@ from kernel_cases import Heads, paged_case
 from synthetic import Geometry, coarse_chunks, collect, fill
 
 from kvpage import PagedCompactCache, kernels
-from kvpage.compaction import apply_plan, plan, select
-from kvpage.layer import DueCompaction
+from kvpage.centroids import read_together
+from kvpage.compaction import CompactionPlan, DueCompaction, apply_plan, plan
 from kvpage.ledger import Step
 from kvpage.rope import Rope
+from kvpage.selection import choose
 
 ROPE_BASE = 1e6
 
@@ -116,30 +117,41 @@ def _attention_step_ms(stopwatch: Stopwatch, shape: CompactionShape, heads: Head
 def _parts_ms(
     stopwatch: Stopwatch, cache: PagedCompactCache, shape: CompactionShape
 ) -> dict[str, float]:
-    """What a layer does when it compacts, part by part, as `PagedLayer` calls them.
+    """What the layers do when they compact, part by part, as many layers at once as fit.
 
-    Nothing that is timed changes what the next call finds: statistics are read from a copy, and
+    Nothing that is timed changes what the next call finds: statistics are read from copies, and
     the survivors moved are the same every time.
     """
-    layer = cache.layers[0]
-    statistics, storage, ledger = layer.statistics, layer.storage, cache.ledger
-    assert statistics is not None and storage is not None
-    forwards, layout, live = cache._forwards, ledger.layout, ledger.live
-    appended = forwards.positions.appended(stopwatch.device)
+    layers, ledger, forwards = cache._stack.ranked, cache.ledger, cache._forwards
+    layout, live, storage = ledger.layout, ledger.live, layers[0].storage
     next_position = forwards.positions.next_position(ledger.seen, shape.batch)
+    appended = forwards.positions.appended(stopwatch.device)
     due = DueCompaction(appended, next_position, forwards._protection())
-    positions = layer.positions(due.appended)
-    keys = storage.read(layout, live)[0]
-    known = statistics.fork().read()
-    scores = cache.scorer(keys, known, due.next_position)
-    survivors = select(scores, positions, shape.budget, due.protection)
-    moves = plan(survivors, layout, layout, storage)
     step = Step(0, 1, ledger.seen, live, shape.budget, layout, layout, ledger.pool.num_blocks)
+    groups, some = [], len(cache._selection._alike(layers[0], step))
+    for start in range(0, len(layers), some):
+        groups.append(layers[start : start + some])
+
+    def pick() -> list[torch.Tensor]:
+        return [choose(group, layout, due, cache.scorer, shape.budget)[0] for group in groups]
+
+    def place(survivors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return plan(survivors, layout, layout, storage)
+
+    survivors = pick()
+    moves = [
+        CompactionPlan(slots, target)
+        for source, target in map(place, survivors)
+        for slots in source
+    ]
     parts: dict[str, Callable[[], object]] = {
-        "sum statistics": lambda: statistics.fork().read(),
-        "score": lambda: cache.scorer(keys, known, due.next_position),
-        "select": lambda: select(scores, positions, shape.budget, due.protection),
-        "plan": lambda: plan(survivors, layout, layout, storage),
-        "move": lambda: apply_plan(moves, storage, step),
+        "sum statistics": lambda: [
+            read_together([layer.statistics.fork() for layer in group]) for group in groups
+        ],
+        "score and select": pick,
+        "plan": lambda: [place(kept) for kept in survivors],
+        "move": lambda: [
+            apply_plan(move, layer.storage, step) for move, layer in zip(moves, layers, strict=True)
+        ],
     }
-    return {name: shape.layers * stopwatch.median_ms(run) for name, run in parts.items()}
+    return {name: stopwatch.median_ms(run) for name, run in parts.items()}

@@ -6,9 +6,10 @@ from kvpage.cache import PagedCompactCache
 from kvpage.centroids import Statistics
 from kvpage.compaction import TracedCompaction
 from kvpage.report import Report
-from kvpage.scoring import Scorer
+from kvpage.scoring import LiveTokens, Scorer
 
 __all__ = [
+    "LiveTokens",
     "PagedCompactCache",
     "Report",
     "Scorer",

@@ -42,7 +42,7 @@ class PagedCompactCache(PagedCore, Cache):
             `"auto"` does so when it takes at most half the budget and leaves a block of
             candidates beside the recent tokens; `True` raises when it does not fit.
         scorer: `"centroid"`, `"streaming"`, `"knorm"`, `"random"`, or a callable
-            `(keys [B, Hkv, L, D], statistics, next_position [B]) -> scores [B, Hkv or H, L]`.
+            of `LiveTokens` that returns scores `[B, Hkv or H, L]`.
         trace: keep, in `cache.trace`, which token positions each compaction left.
         backend: what reads the blocks in a model with attn_implementation "kvpage": `"triton"`,
             `"reference"` (plain torch), `"flash_attn"`, or `"auto"`: Triton on a GPU.

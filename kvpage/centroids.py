@@ -7,6 +7,8 @@ the mean resultant length `R_f = |E[q_f]| / E|q_f|`, one when the head always lo
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -21,12 +23,12 @@ FOLD_TOKENS = 128
 
 SCRATCH_ELEMENTS = {"cpu": 1 << 15}
 """Elements that are summed at a time, so that folding needs little beside the vectors; elsewhere
-2**23 (32 MiB), as each time is a dozen launches."""
+2**25 (128 MiB), as each time is a dozen launches."""
 
 
 def tokens_at_a_time(vectors: Tensor) -> int:
     """Of `vectors` `[B, n, ...]`, how many tokens to sum at a time."""
-    elements = SCRATCH_ELEMENTS.get(vectors.device.type, 1 << 23)
+    elements = SCRATCH_ELEMENTS.get(vectors.device.type, 1 << 25)
     return max(1, elements // vectors[:, :1].numel())
 
 
@@ -42,28 +44,58 @@ class RunningMoments:
     magnitude_total: Tensor
 
     @staticmethod
-    def zero(batch: int, heads: int, dim: int, bands: int, device: torch.device) -> RunningMoments:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        return RunningMoments(
-            torch.zeros(batch, heads, dim, dtype=dtype, device=device),
-            torch.zeros(batch, heads, bands, dtype=dtype, device=device),
-        )
-
-    def plus(self, vectors: Tensor, real: Tensor | None, rope: Rope) -> RunningMoments:
-        """With `vectors` `[B, n, H, D]` added; `real` `[B, n]` bool is False for pads."""
-        total, magnitude_total = self.total, self.magnitude_total
-        dtype = total.dtype
-        chunk = tokens_at_a_time(vectors)
+    def of(vectors: Tensor, real: Tensor | None, rope: Rope) -> RunningMoments:
+        """Of `vectors` `[B, n, ..., H, D]`: sums `[B, ..., H, D]`; `real` `[B, n]` bool is False
+        for pads."""
+        dtype = torch.float32 if vectors.device.type == "mps" else torch.float64
+        sums, chunk = [], tokens_at_a_time(vectors)
         for start in range(0, vectors.shape[1], chunk):
             part = vectors[:, start : start + chunk].float()
             if real is not None:
-                part = torch.where(real[:, start : start + chunk, None, None], part, 0.0)
-            total = total + part.sum(dim=1, dtype=dtype)
-            magnitude_total = magnitude_total + rope.magnitude(part).sum(dim=1, dtype=dtype)
-        return RunningMoments(total, magnitude_total)
+                flags = real[:, start : start + chunk]
+                part = torch.where(flags[(..., *[None] * (part.ndim - 2))], part, 0.0)
+            magnitude = rope.magnitude(part).sum(dim=1, dtype=dtype)
+            sums.append(RunningMoments(part.sum(dim=1, dtype=dtype), magnitude))
+        return functools.reduce(RunningMoments.plus, sums)
 
-    def select_rows(self, rows: Tensor) -> RunningMoments:
-        return RunningMoments(self.total[rows], self.magnitude_total[rows])
+    def plus(self, other: RunningMoments) -> RunningMoments:
+        return RunningMoments(
+            self.total + other.total, self.magnitude_total + other.magnitude_total
+        )
+
+
+class Sums(NamedTuple):
+    """What a layer has summed up: of its queries, its keys, and how many there were.
+
+    totals: `[B, H, D]` or `[B, Hkv, D]`; magnitudes: `[B, H, F]` or `[B, Hkv, F]`; tokens: their
+    number, int64 `[B]`. A value, as its parts are.
+    """
+
+    query_total: Tensor
+    query_magnitude: Tensor
+    key_total: Tensor
+    key_magnitude: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def stacked(layers: Sequence[Sums]) -> Sums:
+        """Of several layers, `[layers, B, ...]`."""
+        return Sums(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+
+    def select(self, rows: int | Tensor) -> Sums:
+        """Of the rows `rows`, or of one layer of several."""
+        return Sums(*(part[rows] for part in self))
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+    def statistics(self, rope: Rope) -> Statistics:
+        """The means."""
+        count = self.tokens.clamp_min(1)[..., None, None]
+        query_mean, query_magnitude, key_mean, key_magnitude = (
+            (part / count).float() for part in self[:4]
+        )
+        return Statistics(query_mean, query_magnitude, key_mean, key_magnitude, self.tokens, rope)
 
 
 @dataclass(frozen=True)
@@ -80,6 +112,17 @@ class Statistics:
     key_magnitude: Tensor
     count: Tensor
     rope: Rope
+
+    def select(self, layer: int) -> Statistics:
+        """Of one layer, where the tensors are of several: `[layers, B, ...]`."""
+        return Statistics(
+            self.query_mean[layer],
+            self.query_magnitude[layer],
+            self.key_mean[layer],
+            self.key_magnitude[layer],
+            self.count[layer],
+            self.rope,
+        )
 
     @property
     def query_concentration(self) -> Tensor:
@@ -115,9 +158,7 @@ class LayerStatistics:
     def __init__(self, batch: int, heads: int, kv_heads: int, dim: int, rope: RopeSource) -> None:
         self.heads, self.kv_heads, self.dim, self.rope = heads, kv_heads, dim, rope
         self.batch = batch
-        self._queries: RunningMoments | None = None
-        self._keys: RunningMoments | None = None
-        self._count: Tensor | None = None
+        self._sums: Sums | None = None
         self._waiting: list[Vectors] = []
         self._waiting_tokens = 0
         self._cycle: tuple[Tensor, Tensor] | None = None
@@ -140,7 +181,7 @@ class LayerStatistics:
     def hold(self, at: int) -> None:
         """Count the vectors that are put to place `at` of the cycle."""
         if self._held == FOLD_TOKENS:
-            self._fold()
+            fold([self])
         self._held, self._held_until = self._held + 1, at + 1
 
     @property
@@ -163,11 +204,11 @@ class LayerStatistics:
         if self._held:
             self._empty_cycle()
         if self._waiting_tokens >= FOLD_TOKENS:
-            self._fold()
+            fold([self])
         tokens = vectors.tokens
         if tokens > FOLD_TOKENS:
-            self._fold()
-            self._sum([vectors.part(0, tokens - FOLD_TOKENS)])
+            fold([self])
+            _sum([self], [[vectors.part(0, tokens - FOLD_TOKENS)]])
             # A slice would keep a whole prompt's vectors in memory for its last tokens.
             vectors = _copied(vectors.part(tokens - FOLD_TOKENS, tokens))
             tokens = FOLD_TOKENS
@@ -187,21 +228,10 @@ class LayerStatistics:
 
     def read(self, more: Vectors | None = None) -> Statistics:
         """The statistics of everything added so far, and of `more`, which is not added."""
-        self._fold()
+        collector = self if more is None else self.fork()
         if more is not None:
-            twin = self.fork()
-            twin._sum([more])
-            return twin.read()
-        assert self._queries is not None and self._keys is not None and self._count is not None
-        count = self._count.clamp_min(1)[:, None, None]
-        return Statistics(
-            (self._queries.total / count).float(),
-            (self._queries.magnitude_total / count).float(),
-            (self._keys.total / count).float(),
-            (self._keys.magnitude_total / count).float(),
-            self._count,
-            self.rope(),
-        )
+            collector._waiting.append(more)
+        return read_together([collector])[0]
 
     def fork(self) -> LayerStatistics:
         """Statistics of their own that continue from here."""
@@ -212,50 +242,69 @@ class LayerStatistics:
 
     def select_rows(self, rows: Tensor) -> None:
         """Row `i` continues from what row `rows[i]` has collected."""
-        self._fold()
+        fold([self])
         self.batch, self._cycle = rows.shape[0], None
-        if self._queries is None or self._keys is None or self._count is None:
-            return
-        rows = rows.to(self._count.device)
-        self._queries, self._keys = self._queries.select_rows(rows), self._keys.select_rows(rows)
-        self._count = self._count[rows]
+        if self._sums is not None:
+            self._sums = self._sums.select(rows.to(self._sums.tokens.device))
 
     @property
     def nbytes(self) -> int:
         tensors = [t for vectors in self._waiting for t in (vectors.queries, vectors.keys)]
         tensors += self.cycle_buffers
-        for moments in (self._queries, self._keys):
-            if moments is not None:
-                tensors += [moments.total, moments.magnitude_total]
+        tensors += self._sums or ()
         return sum(t.nbytes for t in tensors)
 
-    def _fold(self) -> None:
-        """Sum what waits, forwards with and without pads apart."""
-        self._empty_cycle()
-        waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        for _, alike in groupby(waiting, key=lambda vectors: vectors.real is None):
-            run = list(alike)
-            some = tokens_at_a_time(run[0].queries)
-            for start in range(0, len(run), some):
-                self._sum(run[start : start + some])
 
-    def _sum(self, run: list[Vectors]) -> None:
-        queries = _joined([vectors.queries for vectors in run])
-        keys = _joined([vectors.keys for vectors in run])
-        flags = [vectors.real for vectors in run if vectors.real is not None]
-        real = _joined(flags).to(queries.device) if flags else None
-        rope = self.rope()
-        batch, tokens, device = queries.shape[0], queries.shape[1], queries.device
-        if self._queries is None or self._keys is None or self._count is None:
-            shape = (self.dim, rope.bands, device)
-            self._queries = RunningMoments.zero(self.batch, self.heads, *shape)
-            self._keys = RunningMoments.zero(self.batch, self.kv_heads, *shape)
-            self._count = torch.zeros(self.batch, dtype=torch.int64, device=device)
-        self._queries = self._queries.plus(
-            queries.view(batch, tokens, self.heads, self.dim), real, rope
-        )
-        self._keys = self._keys.plus(keys.view(batch, tokens, self.kv_heads, self.dim), real, rope)
-        self._count = self._count + (tokens if real is None else real.sum(dim=1))
+def fold(collectors: Sequence[LayerStatistics]) -> None:
+    """Sum what waits in layers that are alike: together where they saw the same forwards."""
+    for collector in collectors:
+        collector._empty_cycle()
+    waiting = [collector._waiting for collector in collectors]
+    lengths = [[vectors.tokens for vectors in forwards] for forwards in waiting]
+    if any(other != lengths[0] for other in lengths):
+        for collector in collectors:
+            fold([collector])
+        return
+    for collector in collectors:
+        collector._waiting, collector._waiting_tokens = [], 0
+    alike = groupby(range(len(lengths[0])), key=lambda i: waiting[0][i].real is None)
+    for _, group in alike:
+        run = list(group)
+        some = max(1, tokens_at_a_time(waiting[0][run[0]].queries) // len(collectors))
+        for start in range(0, len(run), some):
+            part = run[start : start + some]
+            _sum(collectors, [[forwards[i] for i in part] for forwards in waiting])
+
+
+def read_together(collectors: Sequence[LayerStatistics]) -> list[Statistics]:
+    """The statistics of layers that are alike, of everything added so far."""
+    fold(collectors)
+    sums = [collector._sums for collector in collectors if collector._sums is not None]
+    together = Sums.stacked(sums).statistics(collectors[0].rope())
+    return [together.select(i) for i in range(len(collectors))]
+
+
+def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> None:
+    """Add to each of `collectors` its own of `runs`, which are of the same forwards."""
+    first, rope, layers = collectors[0], collectors[0].rope(), len(collectors)
+    flags = [vectors.real for vectors in runs[0] if vectors.real is not None]
+    queries = _joined([vectors.queries for run in runs for vectors in run])
+    keys = _joined([vectors.keys for run in runs for vectors in run])
+    real = _joined(flags).to(queries.device) if flags else None
+    batch, tokens = queries.shape[0], queries.shape[1] // layers
+    parts: list[Tensor] = []
+    for vectors, heads in ((queries, first.heads), (keys, first.kv_heads)):
+        apart = vectors.view(batch, layers, tokens, heads, first.dim).transpose(1, 2)
+        moments = RunningMoments.of(apart, real, rope)
+        parts += moments.total.transpose(0, 1), moments.magnitude_total.transpose(0, 1)
+    counts = [tokens] * batch if real is None else real.sum(dim=1)
+    parts.append(torch.as_tensor(counts, device=queries.device).expand(layers, batch))
+    new = Sums(*parts)
+    known = [collector._sums for collector in collectors if collector._sums is not None]
+    if known:
+        new = Sums.stacked(known).plus(new)
+    for i, collector in enumerate(collectors):
+        collector._sums = new.select(i)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

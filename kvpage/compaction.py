@@ -33,8 +33,9 @@ class Protection:
     recent: int
     spans: tuple[tuple[int, int], ...] = ()
 
-    def mask(self, positions: Tensor) -> Tensor:
-        """bool `[B, Hkv, L]`: which live tokens, at `positions` `[B, Hkv, L]`, are protected."""
+    def candidates(self, positions: Tensor) -> Tensor:
+        """bool, which live tokens, at `positions` `[..., B, Hkv, L]`, may be evicted and are no
+        pads."""
         front = self.front
         if isinstance(front, Tensor):
             front = front.to(positions.device)[:, None, None]
@@ -43,24 +44,30 @@ class Protection:
         protected = (positions < front) | (slots >= live - self.recent)
         for start, stop in self.spans:
             protected |= (positions >= start) & (positions < stop)
-        return protected & (positions != PAD)
+        return ~(protected | (positions == PAD))
 
-    def candidates(self, positions: Tensor) -> Tensor:
-        """bool `[B, Hkv, L]`: which live tokens may be evicted and are no pads."""
-        return ~self.mask(positions) & (positions != PAD)
+
+@dataclass(frozen=True)
+class DueCompaction:
+    """What every layer's compaction in one forward shares."""
+
+    appended: Tensor
+    """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
+    next_position: Tensor
+    protection: Protection
 
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """Which tokens of a layer survive and where they go.
+    """Where the tokens of a layer that survive go.
 
-    survivors: live slots `[B, Hkv, kept]` int64, ascending; source: their physical slots, same
-    shape; target: physical slots `[B, kept]` they move to.
+    source: their physical slots, int64 `[B, Hkv, kept]`, in token order; target: physical slots
+    `[B, kept]` they move to; positions: int32 `[B, Hkv, kept]`, where they are known.
     """
 
-    survivors: Tensor
     source: Tensor
     target: Tensor
+    positions: Tensor | None = None
 
 
 @dataclass
@@ -81,28 +88,26 @@ class TracedCompaction:
 def select(
     scores: Tensor,
     positions: Tensor,
+    candidates: Tensor,
     kept: int,
-    protection: Protection,
     moments: Moments | None = None,
 ) -> Tensor:
     """The live slots `[B, Hkv, kept]` int64 that survive, in token order.
 
     scores: `[B, Hkv, L]`, or `[B, H, L]` to be standardised over the candidates per query head and
-    merged by their maximum within a KV head; positions: int32 `[B, Hkv, L]`; moments: of the scores
-    of query heads over the candidates, where the scorer has them. Protected tokens stay, pads go
-    first, ties go to the earlier token, NaN counts as the lowest score.
+    merged by their maximum within a KV head; positions: int32 `[B, Hkv, L]`; candidates: bool, of
+    the same shape; moments: of the scores of query heads over them, where the scorer has them.
+    What is no candidate stays, pads go first, ties go to the earlier token, NaN counts as the
+    lowest score.
     """
     batch, kv_heads, live = positions.shape
-    protected = protection.mask(positions)
-    pad = positions == PAD
     if scores.shape[1] != kv_heads:
         if moments is None:
-            moments = reference.moments(scores, ~(protected | pad))
+            moments = reference.moments(scores, candidates)
         scores = standardised(scores, moments).view(batch, kv_heads, -1, live).amax(dim=2)
-    scores = scores.nan_to_num(nan=-torch.inf)
-    lowest = torch.finfo(scores.dtype).min
-    scores = scores.clamp_min(lowest).masked_fill(protected, torch.inf)
-    scores = scores.masked_fill(pad, -torch.inf)
+    scores = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities become finite
+    scores = torch.where(candidates, scores, torch.inf)
+    scores = scores.masked_fill(positions == PAD, -torch.inf)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :kept].sort(dim=-1).values
 
@@ -117,17 +122,15 @@ def standardised(scores: Tensor, moments: Moments) -> Tensor:
 
 def plan(
     survivors: Tensor, source: Layout, target: Layout, storage: LayerStorage
-) -> CompactionPlan:
-    """Physical slots of `survivors` `[B, Hkv, kept]` of rows moving from `source` to `target`."""
-    size = storage.block_size
-    batch, _, kept = survivors.shape
-    tables = storage.tables_of(source)
-    blocks = tables.gather(1, (survivors // size).view(batch, -1)).view_as(survivors)
-    slot = torch.arange(kept, device=survivors.device)
+) -> tuple[Tensor, Tensor]:
+    """Physical slots, before and after, of `survivors` `[..., B, Hkv, kept]` of rows moving from
+    `source` to `target`; those after are `[B, kept]`."""
+    size, device = storage.block_size, survivors.device
+    rows = torch.arange(survivors.shape[-3], device=device)[:, None, None]
+    blocks = storage.tables_of(source)[rows, survivors // size]
+    slot = torch.arange(survivors.shape[-1], device=device)
     target_blocks = storage.tables_of(target)[:, slot // size]
-    return CompactionPlan(
-        survivors, blocks * size + survivors % size, target_blocks * size + slot % size
-    )
+    return blocks * size + survivors % size, target_blocks * size + slot % size
 
 
 def apply_plan(moves: CompactionPlan, storage: LayerStorage, step: Step) -> None:

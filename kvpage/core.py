@@ -21,6 +21,7 @@ from kvpage.ledger import Ledger
 from kvpage.meeting import Meeting
 from kvpage.rope import RopeSource
 from kvpage.scoring import Scorer
+from kvpage.selection import Selection, propose
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
 from kvpage.storage import check_states
@@ -47,6 +48,7 @@ class PagedCore(HookedCache):
 
     def _start(self) -> None:
         self._make_layers()
+        self._selection = Selection(None, self.scorer, self._stack.paged)
         self.trace: list[TracedCompaction] | None = [] if self.settings.trace else None
         self._bytes_peak = 0
 
@@ -163,7 +165,8 @@ class PagedCore(HookedCache):
         forward.started += 1
         decoding = self._decoding
         places = decoding.places_for(layer, step) if decoding.over_blocks else None
-        visible = layer.apply(step, forward.due, self.scorer, key_states, value_states, places)
+        moves = self._selection.plan_of(layer, step) if step.compacts else None
+        visible = layer.apply(step, moves, key_states, value_states, places)
         if decoding.over_blocks:
             decoding.hand_over(layer, layer_idx, places, visible[0])
         if not layer.is_sliding and (call is not None or forward.due is not None):
@@ -186,6 +189,7 @@ class PagedCore(HookedCache):
         self._check_statistics(num_new)
         forward = self._forwards.begin(batch, num_new)
         self._decoding.begin(self._meeting.key, forward.step, self._stack.paged)
+        self._selection = Selection(forward.due, self.scorer, self._stack.paged)
         if forward.due is not None and self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
@@ -243,7 +247,7 @@ class PagedCore(HookedCache):
                 statistics = layer.collector(vectors, self._rope(layer_idx))
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
-            layer.propose(forward.step, forward.mid_due, self.scorer, vectors, call.mask)
+            propose(layer, forward.step, forward.mid_due, self.scorer, vectors, call.mask)
         if statistics is not None and vectors is not None:
             if self.settings.static and self._decoding.over_blocks and vectors.real is None:
                 places = self._decoding.places_of(layer, forward.step)
@@ -258,7 +262,8 @@ class PagedCore(HookedCache):
         forward = self._begin(self.ledger.batch_size, 1)
         for layer in self._stack.paged:
             forward.started += 1
-            layer.advance(forward.step_of(layer.is_sliding), forward.due, self.scorer)
+            step = forward.step_of(layer.is_sliding)
+            layer.advance(step, self._selection.plan_of(layer, step))
             if forward.due is not None and not layer.is_sliding:
                 self._note(layer)
             forward.applied += 1
@@ -321,6 +326,7 @@ class PagedCore(HookedCache):
         twin._forwards = self._forwards.fork(twin._stack)
         twin._decoding = self._decoding.fork(twin._forwards)
         twin._meeting = self._meeting.fork(twin)
+        twin._selection = Selection(None, self.scorer, twin._stack.paged)
         twin.trace = None if self.trace is None else list(self.trace)
         return twin
 

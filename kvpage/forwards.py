@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpage.compaction import Protection
-from kvpage.layer import DueCompaction
+from kvpage.compaction import DueCompaction, Protection
 from kvpage.ledger import Step
 from kvpage.pins import Pins
 from kvpage.positions import Announcement, TokenPositions

@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpage.blocks import Layout
 from kvpage.centroids import LayerStatistics, Vectors
-from kvpage.compaction import Protection, apply_plan, plan, select
+from kvpage.compaction import CompactionPlan, apply_plan, plan
 from kvpage.ledger import Ledger, Step
 from kvpage.places import Places
 from kvpage.rope import RopeSource
-from kvpage.scoring import Scorer, StandardisingScorer
 from kvpage.storage import LayerStorage, without_autograd
-
-
-@dataclass(frozen=True)
-class DueCompaction:
-    """What every layer's compaction in one forward shares."""
-
-    appended: Tensor
-    """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
-    next_position: Tensor
-    protection: Protection
 
 
 class PagedLayer(CacheLayerMixin):
@@ -46,6 +33,8 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.index = 0
+        """Place among the model's layers."""
         self.clear()
 
     def clear(self) -> None:
@@ -128,8 +117,7 @@ class PagedLayer(CacheLayerMixin):
     def apply(
         self,
         step: Step,
-        due: DueCompaction | None,
-        scorer: Scorer,
+        moves: CompactionPlan | None,
         keys: Tensor,
         values: Tensor,
         places: Places | None = None,
@@ -137,7 +125,8 @@ class PagedLayer(CacheLayerMixin):
         """Compact if due, then append `keys` and `values` `[B, Hkv, q, D]`; return what the new
         tokens attend to.
 
-        places: where attention will read them in the blocks; what is returned stands for them.
+        moves: of the compaction, if it is due; places: where attention will read them in the
+        blocks; what is returned stands for them.
         """
         storage = self.storage
         if storage is not None and storage.holds(step.layout) and not torch.is_grad_enabled():
@@ -146,29 +135,28 @@ class PagedLayer(CacheLayerMixin):
                 return self._append(step, keys, values, places)
             first = 0 if self.window is None else self.first_visible(step.kept)
             return storage.append(step, keys, values, first)
-        return self._apply(step, due, scorer, keys, values, places)
+        return self._apply(step, moves, keys, values, places)
 
     @without_autograd
     def _apply(
         self,
         step: Step,
-        due: DueCompaction | None,
-        scorer: Scorer,
+        moves: CompactionPlan | None,
         keys: Tensor,
         values: Tensor,
         places: Places | None,
     ) -> tuple[Tensor, Tensor]:
         if self.storage is None:
             self.storage = LayerStorage(self.ledger.block_size, keys, values)
-        self._prepare(step, due, scorer)
+        self._prepare(step, moves)
         visible = self._append(step, keys, values, places)
         self.step_index = step.index
         return (keys, values) if step.kept == 0 else visible
 
     @without_autograd
-    def advance(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> None:
+    def advance(self, step: Step, moves: CompactionPlan | None) -> None:
         """Everything of `step` but to append its tokens."""
-        self._prepare(step, due, scorer)
+        self._prepare(step, moves)
         self.step_index = step.index
 
     def _append(
@@ -179,16 +167,16 @@ class PagedLayer(CacheLayerMixin):
             return self.storage.append(step, keys, values, self.first_visible(step.kept))
         return self.storage.write(step.layout, keys, values, places.tables, places.start)
 
-    def _prepare(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> None:
+    def _prepare(self, step: Step, moves: CompactionPlan | None) -> None:
         """Compact if due, have the blocks that `step` says, and copy those it says."""
         assert self.storage is not None
         self.proposed = None
         if not step.fresh:
             self.storage.ensure(step.num_blocks)
-        if step.compacts:
+        if moves is not None:
             started = time.perf_counter()
-            survivors = self._survivors(step, due, scorer)
-            apply_plan(plan(survivors, step.source, step.layout, self.storage), self.storage, step)
+            apply_plan(moves, self.storage, step)
+            self.survivors = moves.positions
             self.compaction_seconds += time.perf_counter() - started
         elif step.fresh:
             self.storage.relocate(step.num_blocks, step.relocations or ())
@@ -197,12 +185,6 @@ class PagedLayer(CacheLayerMixin):
     def first_visible(self, kept: int) -> int:
         """The first live token that tokens appended to `kept` live ones attend to."""
         return 0
-
-    def _survivors(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> Tensor:
-        """The live slots `[B, Hkv, kept]` that survive the compaction of `step`."""
-        assert due is not None
-        survivors, self.survivors = self._select(step.source, due, scorer, step.kept)
-        return survivors
 
     def check_statistics(self) -> None:
         """Raise `ValueError` unless queries of this layer were seen."""
@@ -213,21 +195,14 @@ class PagedLayer(CacheLayerMixin):
             )
 
     @without_autograd
-    def propose(
-        self, step: Step, due: DueCompaction, scorer: Scorer, vectors: Vectors | None, mask: Tensor
-    ) -> None:
-        """Select what a compaction at draft `step.mid` leaves, and hide the rest from there on.
+    def propose(self, step: Step, survivors: Tensor, positions: Tensor, mask: Tensor) -> None:
+        """Note what a compaction at draft `step.mid` leaves, and hide the rest from there on.
 
-        vectors: of this forward, not added to the statistics yet; mask: additive `[B, H, q, L]`
+        survivors: live slots `[B, Hkv, budget]`; positions: theirs; mask: additive `[B, H, q, L]`
         of this layer's attention, written in place.
         """
-        assert step.mid is not None and self.ledger.budget is not None
-        if vectors is not None:
-            vectors = vectors.part(0, step.mid)
-        survivors, self._proposed_positions = self._select(
-            step.layout, due, scorer, self.ledger.budget, vectors
-        )
-        self.proposed = survivors
+        assert step.mid is not None
+        self.proposed, self._proposed_positions = survivors, positions
         live = step.kept + step.mid
         dead = torch.ones(*survivors.shape[:2], live, dtype=torch.bool, device=survivors.device)
         dead = dead.scatter(2, survivors, False)
@@ -245,7 +220,8 @@ class PagedLayer(CacheLayerMixin):
         survivors = torch.cat((self.proposed, tail.expand(*self.proposed.shape[:2], -1)), dim=-1)
         if not step.fresh:
             self.storage.ensure(step.num_blocks)
-        apply_plan(plan(survivors, step.source, step.layout, self.storage), self.storage, step)
+        slots = plan(survivors, step.source, step.layout, self.storage)
+        apply_plan(CompactionPlan(*slots), self.storage, step)
         self.survivors, self.proposed = self._proposed_positions, None
         self.compaction_seconds += time.perf_counter() - started
 
@@ -283,30 +259,6 @@ class PagedLayer(CacheLayerMixin):
         assert self.storage is not None
         live = self.ledger.live
         return self.storage.read(self.ledger.layout, live, self.first_visible(live))
-
-    def _select(
-        self,
-        layout: Layout,
-        due: DueCompaction,
-        scorer: Scorer,
-        kept: int,
-        vectors: Vectors | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Score the tokens of `due` and choose `kept`: their slots and their token positions."""
-        assert self.storage is not None
-        statistics = None
-        if scorer.needs_statistics and self.statistics is not None:
-            statistics = self.statistics.read(vectors)
-        positions = self.positions(due.appended)
-        keys = self.storage.read(layout, positions.shape[2])[0]
-        if isinstance(scorer, StandardisingScorer):
-            candidates = due.protection.candidates(positions)
-            scores, moments = scorer.with_moments(keys, statistics, due.next_position, candidates)
-            survivors = select(scores, positions, kept, due.protection, moments)
-        else:
-            scores = scorer(keys, statistics, due.next_position)
-            survivors = select(scores, positions, kept, due.protection)
-        return survivors, positions.gather(2, survivors)
 
     # What `Cache` asks of its layers; the lengths are the ledger's.
 
@@ -348,9 +300,3 @@ class SlidingLayer(PagedLayer):
 
     def first_visible(self, kept: int) -> int:
         return max(0, kept - self.window + 1)
-
-    def _survivors(self, step: Step, due: DueCompaction | None, scorer: Scorer) -> Tensor:
-        assert self.storage is not None
-        keys = self.storage.keys
-        tail = torch.arange(step.live - step.kept, step.live, device=keys.device)
-        return tail.expand(self.ledger.batch_size, keys.shape[0], -1)

@@ -125,6 +125,11 @@ class RopeSource:
         """fixed: the frequencies never change, and are read now."""
         self._read, self._module = read, weakref.ref(module)
         self._fixed = read(module) if fixed else None
+        self.kind: object = self
+        """Equal where two layers rotate alike."""
+        if self._fixed is not None:
+            rope = self._fixed
+            self.kind = tuple(rope.inv_freq.tolist()), rope.attention_scaling, rope.interleaved
 
     def __call__(self) -> Rope:
         if self._fixed is not None:

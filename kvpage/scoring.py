@@ -13,7 +13,8 @@ dot product with an expected coming query, and one weighted sum of band magnitud
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,37 +29,56 @@ OFFSETS = tuple(2**i for i in range(13))
 """Distances of the coming queries, in tokens: 1, 2, 4, ... 4096."""
 
 
+@dataclass(frozen=True)
+class LiveTokens:
+    """The live tokens of one layer, `[B, Hkv, L]` in token order, as a scorer sees them.
+
+    The tensors may be the cache's own: read only.
+    """
+
+    layer_idx: int
+    """Place among the model's layers of attention."""
+    keys: Tensor
+    """`[B, Hkv, L, D]`, as cached: rotated."""
+    values: Tensor
+    """`[B, Hkv, L, Dv]`."""
+    positions: Tensor
+    """int32 `[B, Hkv, L]`: token positions, -1 for pads."""
+    candidates: Tensor
+    """bool `[B, Hkv, L]`: which may be evicted; their scores alone count."""
+    next_position: Tensor
+    """int64 `[B]`: the position of each row's next token."""
+    statistics: Statistics | None
+    """`None` where the scorer's `needs_statistics` is False."""
+
+
 @runtime_checkable
 class Scorer(Protocol):
     """Scores the live tokens of one layer.
 
-    keys: `[B, Hkv, L, D]`, as cached (rotated), the storage itself: read only; statistics: of the
-    layer, or `None` where `needs_statistics` is False; next_position: int64 `[B]`, the position of
-    each row's next token.
     Returns `[B, Hkv, L]`, or `[B, H, L]`: one score per query head, which are then standardised
     over the candidates and merged by their maximum within each KV head.
     """
 
     needs_statistics: bool
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor: ...
+    def __call__(self, tokens: LiveTokens) -> Tensor: ...
 
 
 @runtime_checkable
-class StandardisingScorer(Scorer, Protocol):
-    """A scorer of query heads that has the moments of its scores from the same pass."""
+class GroupScorer(Scorer, Protocol):
+    """A scorer that takes several layers in one go; those are alike in shape, device and RoPE."""
 
-    def with_moments(
-        self,
-        keys: Tensor,
-        statistics: Statistics | None,
-        next_position: Tensor,
-        candidates: Tensor,
-    ) -> tuple[Tensor, Moments]:
-        """Scores `[B, H, L]` and their moments over `candidates`, bool `[B, Hkv, L]`."""
+    def together(self, layers: Sequence[LiveTokens]) -> tuple[Tensor, Moments | None]:
+        """Scores `[layers * B, Hkv or H, L]`, and those of query heads with their moments."""
         ...
+
+
+def score_layers(scorer: Scorer, layers: Sequence[LiveTokens]) -> tuple[Tensor, Moments | None]:
+    """The scores `[layers * B, Hkv or H, L]` of layers that are alike."""
+    if isinstance(scorer, GroupScorer):
+        return scorer.together(layers)
+    return torch.cat([scorer(tokens) for tokens in layers]), None
 
 
 def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) -> Tensor:
@@ -91,35 +111,27 @@ class Centroid:
 
     needs_statistics = True
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor:
-        return self._score(keys, statistics, next_position, None)[0]
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        return self.together([tokens])[0]
 
-    def with_moments(
-        self,
-        keys: Tensor,
-        statistics: Statistics | None,
-        next_position: Tensor,
-        candidates: Tensor,
-    ) -> tuple[Tensor, Moments]:
-        scores, moments = self._score(keys, statistics, next_position, candidates)
-        assert moments is not None
-        return scores, moments
-
-    def _score(
-        self,
-        keys: Tensor,
-        statistics: Statistics | None,
-        next_position: Tensor,
-        candidates: Tensor | None,
-    ) -> tuple[Tensor, Moments | None]:
-        assert statistics is not None
-        rope = statistics.rope
-        direction = expected_query(statistics.query_mean, rope, next_position)
-        spread = statistics.query_magnitude - rope.magnitude(statistics.query_mean)
-        weight = spread.clamp_min(0) * rope.attention_scaling
-        return kernels.score_tokens(keys, direction, weight, rope.interleaved, candidates)
+    def together(self, layers: Sequence[LiveTokens]) -> tuple[Tensor, Moments | None]:
+        known = [tokens.statistics for tokens in layers if tokens.statistics is not None]
+        rope = known[0].rope
+        mean = torch.cat([statistics.query_mean for statistics in known])
+        magnitude = torch.cat([statistics.query_magnitude for statistics in known])
+        position = layers[0].next_position.repeat(len(layers))
+        direction = expected_query(mean, rope, position).tensor_split(len(layers))
+        spread = (magnitude - rope.magnitude(mean)).clamp_min(0) * rope.attention_scaling
+        scored = [
+            kernels.score_tokens(tokens.keys, u, w, rope.interleaved, tokens.candidates)
+            for tokens, u, w in zip(
+                layers, direction, spread.tensor_split(len(layers)), strict=True
+            )
+        ]
+        moments = [part for _, part in scored if part is not None]
+        return torch.cat([scores for scores, _ in scored]), Moments(
+            *(torch.cat(parts) for parts in zip(*moments, strict=True))
+        )
 
 
 class Streaming:
@@ -127,11 +139,9 @@ class Streaming:
 
     needs_statistics = False
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor:
-        batch, kv_heads, live, _ = keys.shape
-        age = torch.arange(live, dtype=torch.float32, device=keys.device)
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        batch, kv_heads, live, _ = tokens.keys.shape
+        age = torch.arange(live, dtype=torch.float32, device=tokens.keys.device)
         return age.expand(batch, kv_heads, live)
 
 
@@ -140,10 +150,8 @@ class KeyNorm:
 
     needs_statistics = False
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor:
-        return -kernels.key_norms(keys)
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        return -kernels.key_norms(tokens.keys)
 
 
 class Random:
@@ -151,31 +159,27 @@ class Random:
 
     needs_statistics = False
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor:
-        _, kv_heads, live, _ = keys.shape
-        device = keys.device
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        _, kv_heads, live, _ = tokens.keys.shape
+        device = tokens.keys.device
         head = torch.arange(kv_heads, device=device)[None, :, None]
         slot = torch.arange(live, device=device)
-        x = (next_position.to(device)[:, None, None] * 1_000_003 + head) * 1_000_033 + slot
+        x = (tokens.next_position[:, None, None] * 1_000_003 + head) * 1_000_033 + slot
         for _ in range(3):  # xorshift-multiply mixing, kept to 31 bits
             x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
         return x.double().div(2**31).float()
 
 
 class Custom:
-    """A user's function `(keys, statistics, next_position) -> scores`, with its result checked."""
+    """A user's function of `LiveTokens`, with its result checked."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
         self.needs_statistics = bool(getattr(function, "needs_statistics", True))
 
-    def __call__(
-        self, keys: Tensor, statistics: Statistics | None, next_position: Tensor
-    ) -> Tensor:
-        scores = self.function(keys, statistics, next_position.to(keys.device))
-        batch, kv_heads, live, _ = keys.shape
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        scores, statistics = self.function(tokens), tokens.statistics
+        batch, kv_heads, live, _ = tokens.keys.shape
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             raise TypeError(f"scorer: a float tensor expected, got {_describe(scores)}")
         heads = kv_heads if statistics is None else statistics.query_mean.shape[1]

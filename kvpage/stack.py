@@ -76,7 +76,8 @@ class LayerStack:
 
     def add(self, layer: PagedLayer) -> None:
         """Take in `layer` behind the others."""
-        self.by_index[len(self.all)] = layer
+        layer.index = len(self.all)
+        self.by_index[layer.index] = layer
         self.paged.append(layer)
         self.all.append(layer)
 

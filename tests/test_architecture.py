@@ -14,7 +14,7 @@ ORDER = [  # a module imports only from lines above its own
     {"contract", "storage", "scoring", "places"},
     {"attention", "compaction"},
     {"hooks", "layer", "pins"},
-    {"attachments", "stack"},
+    {"attachments", "stack", "selection"},
     {"meeting"},
     {"forwards", "report"},
     {"decoding"},
@@ -95,7 +95,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     kernels = [path for path in paths if path.parent.name == "kernels"]
-    assert sum(map(code_lines, set(paths) - set(kernels))) <= 3650
+    assert sum(map(code_lines, set(paths) - set(kernels))) <= 3720
     assert sum(map(code_lines, kernels)) <= 800
 
 

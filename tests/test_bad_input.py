@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import kvpage
-from kvpage import PagedCompactCache
+from kvpage import LiveTokens, PagedCompactCache
 from kvpage.storage import LayerStorage
 
 BUDGET, BOUND = SMALL["budget"], SMALL["budget"] + SMALL["interval"]
@@ -503,8 +503,8 @@ def test_scorer_that_returns_something_else_is_named_and_reset_recovers(
     text = Text(200)
     good = [False]
 
-    def scorer(keys: Tensor, statistics: None, next_position: Tensor) -> Any:
-        return keys[..., 0] if good[0] else result(keys)
+    def scorer(tokens: LiveTokens) -> Any:
+        return tokens.keys[..., 0] if good[0] else result(tokens.keys)
 
     cache = small_cache(scorer=without_statistics(scorer))
     text.feed(cache, BOUND)
@@ -524,7 +524,7 @@ def test_scorer_that_returns_something_else_is_named_and_reset_recovers(
     text.check_contents(cache)
 
 
-@pytest.mark.parametrize("scorer", ["centroid", lambda keys, statistics, position: keys[..., 0]])
+@pytest.mark.parametrize("scorer", ["centroid", lambda tokens: tokens.keys[..., 0]])
 def test_scorer_without_queries_raises_before_anything_is_evicted(scorer: Any) -> None:
     text, cache = Text(200), small_cache(scorer=scorer)
     text.feed(cache, BOUND)

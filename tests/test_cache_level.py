@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvpage import PagedCompactCache
+from kvpage import LiveTokens, PagedCompactCache
 from kvpage.compaction import Protection, select
 from kvpage.positions import PAD
 
@@ -25,9 +24,9 @@ SINKS, RECENT = SMALL["sinks"], SMALL["recent"]
 BOUND = BUDGET + INTERVAL
 
 
-def first_dimension(keys: Tensor, statistics: None, next_position: Tensor) -> Tensor:
+def first_dimension(tokens: LiveTokens) -> Tensor:
     """A user's scorer."""
-    return keys[..., 0]
+    return tokens.keys[..., 0]
 
 
 first_dimension.needs_statistics = False  # type: ignore[attr-defined]
@@ -356,7 +355,8 @@ def test_selection_equals_sorting_by_hand(data: st.DataObject) -> None:
         data.draw(st.integers(0, 6)), data.draw(st.integers(0, min(5, live))), spans
     )
     kept = data.draw(st.integers(1, live))
-    got = select(torch.tensor(scores), torch.tensor(positions, dtype=torch.int32), kept, protection)
+    at = torch.tensor(positions, dtype=torch.int32)
+    got = select(torch.tensor(scores), at, protection.candidates(at), kept)
     assert got.tolist() == [
         [
             naive_select(s, p, kept, naive_protected(p, protection))
@@ -377,7 +377,8 @@ def test_query_heads_are_standardised_over_candidates_and_merged_by_their_maximu
     scores = torch.randn(2, kv_heads * groups, live, generator=generator) * scale + 10 * scale
     scores[..., :front] += 1e4  # a sink's score must not move the others'
     positions = torch.arange(live, dtype=torch.int32).expand(2, kv_heads, -1)
-    got = select(scores, positions, kept, Protection(front, recent))
+    may_go = Protection(front, recent).candidates(positions)
+    got = select(scores, positions, may_go, kept)
     candidates = range(front, live - recent)
     for row in range(2):
         for head in range(kv_heads):
@@ -399,7 +400,7 @@ def test_query_head_without_a_preference_hides_no_other(constant: float) -> None
         scores = torch.full((1, 2, live), constant)
         scores[0, 1] = torch.arange(live)
         positions = torch.arange(live, dtype=torch.int32)[None, None]
-        got = select(scores, positions, live // 4, Protection(0, 0))
+        got = select(scores, positions, torch.ones_like(positions).bool(), live // 4)
         assert got[0, 0].tolist() == [*range(live - live // 4, live)]
 
 
@@ -454,11 +455,15 @@ def test_custom_scorer_sees_live_keys_and_next_position() -> None:
     class Recorder:
         needs_statistics = False
 
-        def __call__(self, keys: Tensor, statistics: Any, next_position: Tensor) -> Tensor:
-            assert statistics is None
-            layer = len(calls) % 2
-            calls.append((layer, keys.clone(), next_position.tolist()))
-            return keys[..., 0]
+        def __call__(self, tokens: LiveTokens) -> Tensor:
+            assert tokens.statistics is None
+            live = torch.arange(97).expand(2, 2, -1)
+            assert torch.equal(tokens.positions.long(), live)
+            assert torch.equal(tokens.candidates, (live >= SINKS) & (live < 97 - RECENT))
+            assert torch.equal(tokens.values[..., 0].long(), live)
+            next_position = tokens.next_position.tolist()
+            calls.append((tokens.layer_idx, tokens.keys.clone(), next_position))
+            return tokens.keys[..., 0]
 
     cache = small_cache(scorer=Recorder())
     assert "Recorder" in repr(cache) and cache.report().scorer == "Recorder"

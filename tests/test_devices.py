@@ -29,7 +29,7 @@ from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import Protection, select
 from kvpage.kernels import reference
 from kvpage.rope import Rope, RopeSource
-from kvpage.scoring import Centroid
+from kvpage.scoring import Centroid, LiveTokens
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,10 @@ def test_pretended_devices_refuse_what_real_ones_do():
         assert len(pretend.moved) == 3
 
 
-def by_age_and_norm(keys, statistics, next_position):
+def by_age_and_norm(tokens):
     """A scorer of a user's, who relies on all being on one device."""
-    age = next_position[:, None, None] - torch.arange(keys.shape[2], device=keys.device)
+    keys = tokens.keys
+    age = tokens.next_position[:, None, None] - torch.arange(keys.shape[2], device=keys.device)
     return keys.float().square().sum(dim=-1) - 0.01 * age
 
 
@@ -142,8 +143,11 @@ def test_statistics_and_scores_stay_with_the_keys():
         keys = torch.randn(2, 2, 50, 8, device=CUDA_1)
         positions = torch.arange(50, dtype=torch.int32, device=CUDA_1).expand(2, 2, -1)
         for place in (CPU, CUDA_0, CUDA_1):
-            scores = Centroid()(keys, statistics, torch.tensor([50, 50], device=place))
-            kept = select(scores, positions, 20, Protection(torch.tensor([4, 7], device=place), 8))
+            may_go = Protection(torch.tensor([4, 7], device=place), 8).candidates(positions)
+            position = torch.tensor([50, 50], device=place)
+            live = LiveTokens(0, keys, keys, positions, may_go, position, statistics)
+            scores, moments = Centroid().together([live])
+            kept = select(scores, positions, may_go, 20, moments)
             assert scores.device == kept.device == CUDA_1
         assert all(tensor.numel() <= 2 * rope.bands for tensor in pretend.moved)
 

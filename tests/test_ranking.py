@@ -7,7 +7,7 @@ from tiny import build, cache_name, generate, prompt
 from kvpage import PagedCompactCache, kernels
 from kvpage.centroids import Statistics
 from kvpage.rope import Rope
-from kvpage.scoring import Centroid, expected_query
+from kvpage.scoring import Centroid, LiveTokens, expected_query
 
 PAPER_OFFSETS = tuple(2**i for i in range(17))  # 1 .. 65536
 
@@ -48,6 +48,13 @@ def example(rope, extra=0, seed=0):
     queries = draw(2, 50, 4, dim) + 2 * draw(2, 1, 4, dim)
     keys, positions = draw(2, 2, 30, dim), torch.arange(30).expand(2, 2, 30)
     return queries, keys, positions.double()
+
+
+def live_tokens(keys, statistics, next_position):
+    """All of them candidates."""
+    positions = torch.arange(keys.shape[2], dtype=torch.int32).expand(keys.shape[:3])
+    may_go = torch.ones_like(positions, dtype=torch.bool)
+    return LiveTokens(0, keys, keys, positions, may_go, next_position, statistics)
 
 
 def score(queries, cached, rope, next_position, offsets):
@@ -110,7 +117,7 @@ def test_scores_in_low_precision_differ_only_by_the_rounding_of_the_keys(rope, d
     mean = queries.mean(dim=1)
     magnitude = as_bands(queries, rope).abs().mean(dim=1)
     statistics = Statistics(mean.float(), magnitude.float(), mean, magnitude, torch.ones(2), rope)
-    got = Centroid()(cached, statistics, torch.tensor([30, 30_000]))
+    got = Centroid()(live_tokens(cached, statistics, torch.tensor([30, 30_000])))
     exact = score(
         queries, cached.double(), rope, torch.tensor([30, 30_000]), tuple(2**i for i in range(13))
     )
@@ -175,9 +182,9 @@ def test_the_next_position_is_each_rows_own():
     """Scoring at 2,127 uses 2,127, and a padded row its own count."""
     seen = []
 
-    def spy(keys, statistics, next_position):
-        seen.append(next_position.tolist())
-        return torch.zeros(keys.shape[:3])
+    def spy(tokens):
+        seen.append(tokens.next_position.tolist())
+        return torch.zeros(tokens.keys.shape[:3])
 
     model = build("llama-gqa3-tied")
     ids = prompt(30, batch=2)
@@ -204,7 +211,7 @@ def test_centroid_keeps_the_keys_the_coming_queries_will_look_at():
         *[torch.zeros(1)] * 3,
         rope,
     )
-    scores = Centroid()(cached.float(), statistics, torch.tensor([live]))
+    scores = Centroid()(live_tokens(cached.float(), statistics, torch.tensor([live])))
     assert scores[0, 0].argmax() == 123
 
 
