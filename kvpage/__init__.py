@@ -3,12 +3,15 @@
 from kvpage.attachments import attach, detach
 from kvpage.attention import register
 from kvpage.cache import PagedCompactCache
+from kvpage.calibrating import calibrate
+from kvpage.calibration import CalibratedStatistics
 from kvpage.centroids import Statistics
 from kvpage.compaction import TracedCompaction
 from kvpage.report import Report
 from kvpage.scoring import LiveTokens, Scorer
 
 __all__ = [
+    "CalibratedStatistics",
     "LiveTokens",
     "PagedCompactCache",
     "Report",
@@ -16,6 +19,7 @@ __all__ = [
     "Statistics",
     "TracedCompaction",
     "attach",
+    "calibrate",
     "detach",
     "register",
 ]

@@ -131,6 +131,11 @@ class RopeSource:
             rope = self._fixed
             self.kind = tuple(rope.inv_freq.tolist()), rope.attention_scaling, rope.interleaved
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the frequencies never change."""
+        return self._fixed is not None
+
     def __call__(self) -> Rope:
         if self._fixed is not None:
             return self._fixed

@@ -11,11 +11,15 @@ ORDER = [  # a module imports only from lines above its own
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention", "kernels.triton_write_kv"},
     {"kernels.reference", "kernels.triton_score_tokens"},
     {"kernels", "ledger", "architectures", "centroids"},
-    {"contract", "storage", "scoring", "places"},
-    {"attention", "compaction"},
-    {"hooks", "layer", "pins"},
+    {"contract", "storage", "scoring", "places", "layer_calibration"},
+    {"attention", "compaction", "calibration"},
+    {"hooks", "layer", "pins", "triattention"},
     {"attachments", "stack", "selection"},
-    {"meeting"},
+    {"meeting", "recording"},
+    {"calibrating"},
+    {"cli.calibrate"},
+    {"cli"},
+    {"cli.__main__"},
     {"forwards", "report"},
     {"decoding"},
     {"core"},
@@ -23,13 +27,14 @@ ORDER = [  # a module imports only from lines above its own
     {"kvpage"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
-KNOW_TRANSFORMERS |= {"meeting"}
+KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate"}
 KNOW_TRITON = {
     "kernels.triton_move_slots",
     "kernels.triton_paged_attention",
     "kernels.triton_score_tokens",
     "kernels.triton_write_kv",
 }
+SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "recording", "triattention"}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 
@@ -95,7 +100,10 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     kernels = [path for path in paths if path.parent.name == "kernels"]
-    assert sum(map(code_lines, set(paths) - set(kernels))) <= 3720
+    around = [path for path in paths if path.parent.name == "cli" or path.stem in SHARE_STATISTICS]
+    cache = set(paths) - set(kernels) - set(around)
+    assert sum(map(code_lines, cache)) <= 3750
+    assert sum(map(code_lines, around)) <= 850
     assert sum(map(code_lines, kernels)) <= 800
 
 

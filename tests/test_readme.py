@@ -4,7 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from families import family
+from test_calibration import FakeHub
 from tiny import NEEDS_5_24
+
+import kvpage
+from kvpage import calibration
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,3 +31,22 @@ def test_the_results_are_where_the_benchmark_rewrites_them():
         assert column in header
     assert len(rows) == 3
     assert {row.count("|") for row in rows} == {header.count("|")}
+
+
+def test_the_section_on_statistics_runs_as_it_stands(tmp_path, monkeypatch):
+    """But for the hub, which is a folder here."""
+    section = (ROOT / "README.md").read_text().split("### Statistics to share")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    hub = FakeHub(tmp_path)
+    monkeypatch.setattr(calibration, "HfApi", lambda: hub)
+    monkeypatch.setattr(calibration, "hf_hub_download", hub.download)
+    monkeypatch.chdir(tmp_path)
+
+    def tokenizer(text):
+        return {"input_ids": [ord(letter) % 90 for letter in text]}
+
+    names = {"kvpage": kvpage, "model": family("llama"), "tokenizer": tokenizer}
+    exec(code, names)
+    made = kvpage.CalibratedStatistics.load("statistics.safetensors", names["model"])
+    assert made.tokens == sum(map(len, names["data"])) == 43
+    assert torch.equal(made.layers[0].query_total, names["statistics"].layers[0].query_total)
