@@ -13,7 +13,7 @@ from synthetic import Geometry, coarse_chunks, collect, fill
 
 from kvpage import PagedCompactCache, kernels
 from kvpage.centroids import read_together
-from kvpage.compaction import CompactionPlan, DueCompaction, apply_plan, plan
+from kvpage.compaction import CompactionPlan, apply_plan, plan
 from kvpage.ledger import Step
 from kvpage.rope import Rope
 from kvpage.selection import choose
@@ -126,7 +126,7 @@ def _parts_ms(
     layout, live, storage = ledger.layout, ledger.live, layers[0].storage
     next_position = forwards.positions.next_position(ledger.seen, shape.batch)
     appended = forwards.positions.appended(stopwatch.device)
-    due = DueCompaction(appended, next_position, forwards._protection())
+    due = forwards._compaction(appended, next_position)
     step = Step(0, 1, ledger.seen, live, shape.budget, layout, layout, ledger.pool.num_blocks)
     groups, some = [], len(cache._selection._alike(layers[0], step))
     for start in range(0, len(layers), some):

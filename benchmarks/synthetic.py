@@ -83,7 +83,7 @@ def collect(cache: Cache, index: int, geometry: Geometry, queries: Tensor, keys:
     """Give a layer's statistics `queries` and `keys` `[B, heads, n, D]`, as hooks would."""
     queries, keys = (x.transpose(1, 2).flatten(2) for x in (queries, keys))  # [B, n, heads * D]
     vectors = Vectors(queries, keys, None)
-    cache.layers[index].collector(vectors, geometry.rope).add(vectors)
+    cache.layers[index].collector(vectors, geometry.rope, cache.scorer).add(vectors)
 
 
 def steady_chunks(seen: int, budget: int, interval: int) -> Iterator[int]:

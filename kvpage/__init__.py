@@ -5,10 +5,10 @@ from kvpage.attention import register
 from kvpage.cache import PagedCompactCache
 from kvpage.calibrating import calibrate
 from kvpage.calibration import CalibratedStatistics
-from kvpage.centroids import Statistics
 from kvpage.compaction import TracedCompaction
 from kvpage.report import Report
 from kvpage.scoring import LiveTokens, Scorer
+from kvpage.summaries import Statistics
 
 __all__ = [
     "CalibratedStatistics",

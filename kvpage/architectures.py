@@ -106,6 +106,8 @@ class AttentionSite:
     rope: RopeSource | None = None
     groups: int = 1
     """Query heads per KV head."""
+    scale: float = 1.0
+    """Of the attention's logits."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -184,7 +186,26 @@ def _site(
     rope = _rope_source(decoder, index, architecture, architecture.rotates(attention))
     key = None if architecture.split is not None else key
     split, heads_first = architecture.split, architecture.heads_first
-    return AttentionSite(index, attention, None, query, key, split, heads_first, rope, groups)
+    return AttentionSite(
+        index,
+        attention,
+        None,
+        query,
+        key,
+        split,
+        heads_first,
+        rope,
+        groups,
+        _scale(attention, config),
+    )
+
+
+def _scale(attention: Any, config: Any) -> float:
+    scale = getattr(attention, "scaling", None)
+    if isinstance(scale, float | int):
+        return float(scale)
+    dims = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    return float(dims or config.hidden_size // config.num_attention_heads) ** -0.5
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:

@@ -161,6 +161,12 @@ def detach(model: nn.Module) -> None:
             attachment.remove()
 
 
+def model_of(key: ModelKey) -> nn.Module:
+    """The decoder that is hooked under `key`."""
+    with _lock:
+        return next(decoder for decoder, found in _attachments.items() if found.key is key)
+
+
 def join(model: nn.Module, cache: HookedCache) -> Attachment:
     """Hook `model` for as long as `cache` lives."""
     attachment = _attachment_of(model)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvpage.centroids import Statistics
+from kvpage.calibration import CalibratedStatistics
 from kvpage.compat import tokens_to_remove as number_to_remove
 from kvpage.compat import warn_if_untested
 from kvpage.core import PagedCore
 from kvpage.layer import SlidingLayer
+from kvpage.priors import priors_of, summary
 from kvpage.report import Report, report_on
-from kvpage.scoring import resolve_scorer
+from kvpage.scorers import resolve_scorer
 from kvpage.settings import PinPrompt, Settings
+from kvpage.summaries import Statistics
 
 
 class PagedCompactCache(PagedCore, Cache):
@@ -41,8 +44,12 @@ class PagedCompactCache(PagedCore, Cache):
         pin_prompt: never evict the prompt (what was seen before the first one-token forward):
             `"auto"` does so when it takes at most half the budget and leaves a block of
             candidates beside the recent tokens; `True` raises when it does not fit.
-        scorer: `"centroid"`, `"streaming"`, `"knorm"`, `"random"`, or a callable
+        scorer: `"sampled"`, `"centroid"`, `"streaming"`, `"knorm"`, `"random"`, `"keydiff"`,
+            `"expected_attention"`, `"redundancy"`, `"window"` (see their classes), or a callable
             of `LiveTokens` that returns scores `[B, Hkv or H, L]`.
+        stats: statistics of the model that `kvpage.calibrate` made, or the file they are in; `None`
+            takes the run's own alone.
+        online: with `stats`, whether the run's own queries count too: more, the more there are.
         trace: keep, in `cache.trace`, which token positions each compaction left.
         backend: what reads the blocks in a model with attn_implementation "kvpage": `"triton"`,
             `"reference"` (plain torch), `"flash_attn"`, or `"auto"`: Triton on a GPU.
@@ -65,7 +72,9 @@ class PagedCompactCache(PagedCore, Cache):
         sinks: int = 4,
         recent: int = 128,
         pin_prompt: PinPrompt = "auto",
-        scorer: str | Callable[..., Tensor] = "centroid",
+        scorer: str | Callable[..., Tensor] = "sampled",
+        stats: str | PathLike[str] | CalibratedStatistics | None = None,
+        online: bool = True,
         trace: bool = False,
         backend: str = "auto",
         static: bool = False,
@@ -73,11 +82,15 @@ class PagedCompactCache(PagedCore, Cache):
         settings = Settings(
             budget, interval, block_size, sinks, recent, pin_prompt, trace, backend, static
         )
-        resolved = resolve_scorer(scorer)
+        resolved, priors = resolve_scorer(scorer), priors_of(stats, online)
+        if priors is not None and not resolved.needs_statistics:
+            raise ValueError(f"stats: a scorer that uses them expected, got scorer={scorer!r}")
+        if priors is not None and model is not None:
+            priors.check(model)
         warn_if_untested()
         Cache.__init__(self, layers=[])
         self.scorer_name = scorer if isinstance(scorer, str) else _name_of(scorer)
-        self._set_up(settings, resolved, model)
+        self._set_up(settings, resolved, model, priors)
 
     # What transformers calls, beside `PagedCore.update`.
 
@@ -224,6 +237,7 @@ class PagedCompactCache(PagedCore, Cache):
             self._forwards.positions,
             self._bytes_peak,
             self._forwards.prompt_is_pinned(),
+            None if self.priors is None else summary(self.priors.drifts(self._stack.ranked)),
         )
 
     def __repr__(self) -> str:

@@ -118,7 +118,7 @@ def calibrate(
             bar.update(sum(map(len, batch)))
             if index % processes != rank or saved.skips(batch):
                 continue
-            saved.add(batch, _forward(decoder, recorder, batch))
+            saved.add(batch, _forward(decoder, recorder, batch, index * batch_size))
             done += 1
             if done % checkpoint_every == 0:
                 saved.write()
@@ -147,15 +147,15 @@ def _check_arguments(model: nn.Module, data: Any, counts: tuple[int, ...]) -> No
 
 
 def _forward(
-    decoder: Decoder, recorder: Recorder, batch: list[list[int]]
+    decoder: Decoder, recorder: Recorder, batch: list[list[int]], first_row: int
 ) -> dict[int, dict[str, Tensor]]:
-    """The sums of a forward of these rows."""
+    """The sums of a forward of these rows, and a sample of their queries."""
     width = max(map(len, batch))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in batch])
     real = torch.arange(width) < torch.tensor([len(row) for row in batch])[:, None]
     device: Any = decoder.module.device
     device = "cpu" if device.type == "meta" else device
-    recorder.begin(real)
+    recorder.begin(real, first_row)
     with torch.no_grad():
         arguments = {"input_ids": ids.to(device), "attention_mask": real.long().to(device)}
         decoder.module(**arguments, **{NEWEST: recorder}, use_cache=True)
@@ -235,8 +235,11 @@ def _over_processes(statistics: CalibratedStatistics) -> CalibratedStatistics:
         flat = flat.to(torch.accelerator.current_accelerator() or "cpu")
     distributed.all_reduce(flat)
     parts = iter(flat.cpu().split([tensor.numel() for tensor in sums]))
-    layers = {
-        i: layer.having({name: next(parts).view(t.shape) for name, t in layer.sums().items()})
-        for i, layer in statistics.layers.items()
-    }
+    mine = {i: layer.tensors() for i, layer in statistics.layers.items()}
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, mine)
+    layers = {}
+    for i, layer in statistics.layers.items():
+        total = {name: next(parts).view(t.shape) for name, t in layer.sums().items()}
+        layers[i] = layer.having(total | layer.drawn([tensors[i] for tensors in every]))
     return replace(statistics, layers=layers)

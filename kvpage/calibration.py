@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from kvpage.rope import Rope
 FORMAT, FORMAT_VERSION = "kvpage-statistics", 1
 FILENAME = "kvpage-statistics.safetensors"
 """The file in a repository of the hub."""
+
+REQUIRED = {"query_total", "query_magnitude_total", "count", "heads"}
+DTYPES = {"heads": torch.bool, "sample": torch.float32, "priority": torch.int64}
+"""Of the tensors that are not float64."""
 
 FREQUENCY_TOLERANCE = 2**-7
 """Relative; frequencies rounded to bfloat16 are off by half of that."""
@@ -92,7 +97,9 @@ class CalibratedStatistics:
             os.replace(Path(scratch) / path.name, path)
 
     @classmethod
-    def load(cls, path: str | Path, model: nn.Module | None = None) -> CalibratedStatistics:
+    def load(
+        cls, path: str | PathLike[str], model: nn.Module | None = None
+    ) -> CalibratedStatistics:
         """Read a file that `save` wrote, and `check` it against `model`.
 
         Raises `ValueError` when it is none, is damaged, or is of another model. No code in it runs.
@@ -170,12 +177,14 @@ def merge(one: CalibratedStatistics, other: CalibratedStatistics) -> CalibratedS
         found.append("other weights")
     for i, layer in one.layers.items():
         twin = other.layers.get(i, layer)
-        if layer.sums().keys() != twin.sums().keys() or not torch.equal(layer.heads, twin.heads):
+        if layer.tensors().keys() != twin.tensors().keys() or not torch.equal(
+            layer.heads, twin.heads
+        ):
             found.append(f"statistics of other heads in layer {i}")
     if found:
         raise ValueError("statistics: can't be merged: " + "; ".join(found))
     names = dict.fromkeys(name for name in (one.dataset, other.dataset) if name)
-    layers = {i: layer.plus(other.layers[i].sums()) for i, layer in one.layers.items()}
+    layers = {i: layer.plus(other.layers[i].tensors()) for i, layer in one.layers.items()}
     return replace(one, layers=layers, dataset=", ".join(names))
 
 
@@ -228,7 +237,7 @@ def _differences(
         yield f"{text} (layers {layers})"
 
 
-def read_file(path: str | Path) -> tuple[CalibratedStatistics, dict[str, str]]:
+def read_file(path: str | PathLike[str]) -> tuple[CalibratedStatistics, dict[str, str]]:
     """The statistics in a file of ours and its metadata; `ValueError` when it is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"statistics: no file {path}")
@@ -271,12 +280,14 @@ def _parsed(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Calib
             "count": (),
             "heads": (entry["heads"],),
         }
+        sampled = len(tensors.get(f"layers.{i}.priority", ()))
+        shapes |= {"sample": (sampled, entry["heads"], entry["head_dim"]), "priority": (sampled,)}
         found = {name: tensors.get(f"layers.{i}.{name}") for name in shapes}
         layer = LayerCalibration(**found, kv_heads=kv_heads, rope=rope, fixed_rope=values["fixed"])  # type: ignore[arg-type]
-        if not shapes.keys() - {"key_total", "key_magnitude_total"} <= layer.tensors().keys():
+        if not layer.tensors().keys() >= REQUIRED:
             raise KeyError(f"layers.{i}")
         for name, tensor in layer.tensors().items():
-            dtype = torch.bool if name == "heads" else torch.float64
+            dtype = DTYPES.get(name, torch.float64)
             if tensor.shape != shapes[name] or tensor.dtype != dtype or not tensor.isfinite().all():
                 raise ValueError(f"layers.{i}.{name}: finite {dtype} {shapes[name]} expected")
         layers[i] = layer

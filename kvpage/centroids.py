@@ -1,134 +1,29 @@
-"""Statistics of queries and keys before RoPE: where their clusters lie, per head and band.
-
-A centroid is the mean of a head's pre-RoPE vectors; with the mean magnitude of each band it gives
-the mean resultant length `R_f = |E[q_f]| / E|q_f|`, one when the head always looks the same way.
-"""
+"""Collects statistics of queries and keys before RoPE, layer by layer, as a run goes."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpage.rope import Rope, RopeSource
+from kvpage.rope import RopeSource
+from kvpage.summaries import (
+    Prior,
+    Recent,
+    RunningMoments,
+    Sample,
+    Statistics,
+    Sums,
+    tokens_at_a_time,
+)
 
 FOLD_TOKENS = 128
 """Vectors of about this many tokens wait, unsummed, so that a decode step costs no arithmetic."""
-
-SCRATCH_ELEMENTS = {"cpu": 1 << 15}
-"""Elements that are summed at a time, so that folding needs little beside the vectors; elsewhere
-2**25 (128 MiB), as each time is a dozen launches."""
-
-
-def tokens_at_a_time(vectors: Tensor) -> int:
-    """Of `vectors` `[B, n, ...]`, how many tokens to sum at a time."""
-    elements = SCRATCH_ELEMENTS.get(vectors.device.type, 1 << 25)
-    return max(1, elements // vectors[:, :1].numel())
-
-
-@dataclass(frozen=True)
-class RunningMoments:
-    """Sums of pre-RoPE vectors and of their band magnitudes, per row and head.
-
-    total: `[B, H, D]`; magnitude_total: `[B, H, F]`; float64 (float32 where the device has none);
-    pads are not counted. A value: what adds to it makes a new one, so copies of a cache share it.
-    """
-
-    total: Tensor
-    magnitude_total: Tensor
-
-    @staticmethod
-    def of(vectors: Tensor, real: Tensor | None, rope: Rope) -> RunningMoments:
-        """Of `vectors` `[B, n, ..., H, D]`: sums `[B, ..., H, D]`; `real` `[B, n]` bool is False
-        for pads."""
-        dtype = torch.float32 if vectors.device.type == "mps" else torch.float64
-        sums, chunk = [], tokens_at_a_time(vectors)
-        for start in range(0, vectors.shape[1], chunk):
-            part = vectors[:, start : start + chunk].float()
-            if real is not None:
-                flags = real[:, start : start + chunk]
-                part = torch.where(flags[(..., *[None] * (part.ndim - 2))], part, 0.0)
-            magnitude = rope.magnitude(part).sum(dim=1, dtype=dtype)
-            sums.append(RunningMoments(part.sum(dim=1, dtype=dtype), magnitude))
-        return functools.reduce(RunningMoments.plus, sums)
-
-    def plus(self, other: RunningMoments) -> RunningMoments:
-        return RunningMoments(
-            self.total + other.total, self.magnitude_total + other.magnitude_total
-        )
-
-
-class Sums(NamedTuple):
-    """What a layer has summed up: of its queries, its keys, and how many there were.
-
-    totals: `[B, H, D]` or `[B, Hkv, D]`; magnitudes: `[B, H, F]` or `[B, Hkv, F]`; tokens: their
-    number, int64 `[B]`. A value, as its parts are.
-    """
-
-    query_total: Tensor
-    query_magnitude: Tensor
-    key_total: Tensor
-    key_magnitude: Tensor
-    tokens: Tensor
-
-    @staticmethod
-    def stacked(layers: Sequence[Sums]) -> Sums:
-        """Of several layers, `[layers, B, ...]`."""
-        return Sums(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
-
-    def select(self, rows: int | Tensor) -> Sums:
-        """Of the rows `rows`, or of one layer of several."""
-        return Sums(*(part[rows] for part in self))
-
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*(mine + more for mine, more in zip(self, other, strict=True)))
-
-    def statistics(self, rope: Rope) -> Statistics:
-        """The means."""
-        count = self.tokens.clamp_min(1)[..., None, None]
-        query_mean, query_magnitude, key_mean, key_magnitude = (
-            (part / count).float() for part in self[:4]
-        )
-        return Statistics(query_mean, query_magnitude, key_mean, key_magnitude, self.tokens, rope)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a scorer knows of a layer, besides the keys. Means are float32.
-
-    query_mean: `[B, H, D]`; query_magnitude: `[B, H, F]` mean of the band magnitudes;
-    key_mean: `[B, Hkv, D]`; key_magnitude: `[B, Hkv, F]`; count: `[B]`, tokens behind them.
-    """
-
-    query_mean: Tensor
-    query_magnitude: Tensor
-    key_mean: Tensor
-    key_magnitude: Tensor
-    count: Tensor
-    rope: Rope
-
-    def select(self, layer: int) -> Statistics:
-        """Of one layer, where the tensors are of several: `[layers, B, ...]`."""
-        return Statistics(
-            self.query_mean[layer],
-            self.query_magnitude[layer],
-            self.key_mean[layer],
-            self.key_magnitude[layer],
-            self.count[layer],
-            self.rope,
-        )
-
-    @property
-    def query_concentration(self) -> Tensor:
-        """Mean resultant length `R_f` `[B, H, F]` in [0, 1] of each query head and band."""
-        mean = self.rope.magnitude(self.query_mean)
-        return mean / self.query_magnitude.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class Vectors(NamedTuple):
@@ -155,10 +50,26 @@ class LayerStatistics:
     The latest tokens wait unsummed: a decode step costs no arithmetic, and `crop` can undo drafts.
     """
 
-    def __init__(self, batch: int, heads: int, kv_heads: int, dim: int, rope: RopeSource) -> None:
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        rope: RopeSource,
+        *,
+        scale: float = 1.0,
+        sample_tokens: int = 0,
+        recent_tokens: int = 0,
+        prior: Prior | None = None,
+    ) -> None:
+        """scale: of the attention's logits; sample_tokens, recent_tokens: how many queries to have
+        a sample of, and to hand out the latest of, beside their sums."""
         self.heads, self.kv_heads, self.dim, self.rope = heads, kv_heads, dim, rope
-        self.batch = batch
+        self.batch, self.scale, self.prior = batch, scale, prior
+        self.sample_tokens, self.recent_tokens = sample_tokens, recent_tokens
         self._sums: Sums | None = None
+        self._sample: Sample | None = None
         self._waiting: list[Vectors] = []
         self._waiting_tokens = 0
         self._cycle: tuple[Tensor, Tensor] | None = None
@@ -233,6 +144,12 @@ class LayerStatistics:
             collector._waiting.append(more)
         return read_together([collector])[0]
 
+    def read_own(self) -> Statistics:
+        """The statistics of the run alone, whatever was known before."""
+        twin = self.fork()
+        twin.prior = None
+        return twin.read()
+
     def fork(self) -> LayerStatistics:
         """Statistics of their own that continue from here."""
         self._empty_cycle()
@@ -246,12 +163,15 @@ class LayerStatistics:
         self.batch, self._cycle = rows.shape[0], None
         if self._sums is not None:
             self._sums = self._sums.select(rows.to(self._sums.tokens.device))
+        if self._sample is not None:
+            self._sample = self._sample.select(rows.to(self._sample.priority.device))
 
     @property
     def nbytes(self) -> int:
         tensors = [t for vectors in self._waiting for t in (vectors.queries, vectors.keys)]
         tensors += self.cycle_buffers
         tensors += self._sums or ()
+        tensors += self._sample or ()
         return sum(t.nbytes for t in tensors)
 
 
@@ -278,10 +198,55 @@ def fold(collectors: Sequence[LayerStatistics]) -> None:
 
 def read_together(collectors: Sequence[LayerStatistics]) -> list[Statistics]:
     """The statistics of layers that are alike, of everything added so far."""
+    recent = [_latest(collector) for collector in collectors]
     fold(collectors)
+    rope, scale = collectors[0].rope(), collectors[0].scale
     sums = [collector._sums for collector in collectors if collector._sums is not None]
-    together = Sums.stacked(sums).statistics(collectors[0].rope())
-    return [together.select(i) for i in range(len(collectors))]
+    if any(collector.prior is not None for collector in collectors):
+        means = [
+            known.means() if collector.prior is None else known.blended(collector.prior)
+            for collector, known in zip(collectors, sums, strict=True)
+        ]
+    else:
+        means = [*zip(*(mean.unbind() for mean in Sums.stacked(sums).means()), strict=True)]
+    found = []
+    for collector, known, parts, latest in zip(collectors, sums, means, recent, strict=True):
+        query_mean, query_magnitude, key_mean, key_magnitude = parts
+        statistics = Statistics(
+            query_mean, query_magnitude, key_mean, key_magnitude, known.tokens, rope, scale
+        )
+        prior = collector.prior
+        shared = None if prior is None else prior.sample_for(known.tokens)
+        found.append(
+            replace(statistics, sample=collector._sample, recent=latest, prior_sample=shared)
+        )
+    return found
+
+
+def _latest(collector: LayerStatistics) -> Recent | None:
+    """The last queries that wait, as many as are wanted, if that many do."""
+    missing = collector.recent_tokens
+    if missing == 0:
+        return None
+    collector._empty_cycle()
+    parts: list[Vectors] = []
+    for vectors in reversed(collector._waiting):
+        if missing == 0:
+            break
+        some = min(missing, vectors.tokens)
+        parts.insert(0, vectors.part(vectors.tokens - some, vectors.tokens))
+        missing -= some
+    queries = _joined([part.queries for part in parts])
+    flags = [_real(part, queries.device) for part in parts]
+    shape = queries.shape[0], queries.shape[1], collector.heads, collector.dim
+    known = any(part.real is not None for part in parts)
+    return Recent(queries.view(shape), torch.cat(flags, dim=1) if known else None)
+
+
+def _real(vectors: Vectors, device: torch.device) -> Tensor:
+    if vectors.real is not None:
+        return vectors.real.to(device)
+    return torch.ones(vectors.queries.shape[:2], dtype=torch.bool, device=device)
 
 
 def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> None:
@@ -292,6 +257,9 @@ def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> No
     keys = _joined([vectors.keys for run in runs for vectors in run])
     real = _joined(flags).to(queries.device) if flags else None
     batch, tokens = queries.shape[0], queries.shape[1] // layers
+    if first.sample_tokens:
+        apart = queries.view(batch, layers, tokens, first.heads, first.dim)
+        _sample(collectors, apart, real)
     parts: list[Tensor] = []
     for vectors, heads in ((queries, first.heads), (keys, first.kv_heads)):
         apart = vectors.view(batch, layers, tokens, heads, first.dim).transpose(1, 2)
@@ -305,6 +273,23 @@ def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> No
         new = Sums.stacked(known).plus(new)
     for i, collector in enumerate(collectors):
         collector._sums = new.select(i)
+
+
+def _sample(collectors: Sequence[LayerStatistics], queries: Tensor, real: Tensor | None) -> None:
+    """Have the samples of `collectors` cover the new `queries` `[B, layers, n, H, D]` too."""
+    first, batch, tokens = collectors[0], queries.shape[0], queries.shape[2]
+    size, rows = first.sample_tokens, torch.arange(batch, device=queries.device)[:, None]
+    start = rows.new_zeros(batch) if first._sums is None else first._sums.tokens
+    priority, places = Sample.priorities(start, tokens, real).topk(min(size, tokens), largest=False)
+    queries = queries.transpose(1, 2)[rows, places]  # [B, S, layers, H, D]
+    known = [collector._sample for collector in collectors if collector._sample is not None]
+    if known:
+        queries = torch.cat((torch.stack([sample.queries for sample in known], 2), queries), 1)
+        priority = torch.cat((known[0].priority, priority), dim=1)
+        priority, places = priority.topk(min(size, priority.shape[1]), largest=False)
+        queries = queries[rows, places]
+    for i, collector in enumerate(collectors):
+        collector._sample = Sample(queries[:, :, i], priority)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -55,6 +55,8 @@ class DueCompaction:
     """int32 `[B or 1, n]`: positions of the tokens appended since the last compaction."""
     next_position: Tensor
     protection: Protection
+    padded: bool = False
+    """Whether any row ever had pads."""
 
 
 @dataclass(frozen=True)

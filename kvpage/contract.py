@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from kvpage.architectures import Decoder
-from kvpage.compat import native_layers
+from kvpage.compat import INSTEAD, native_layers
+from kvpage.rope import RopeSource
 
 
 class ModelKey:
@@ -22,6 +23,8 @@ class ModelKey:
         self.see_ropes(decoder)
         self.groups = {site.layer_idx: site.groups for site in decoder.sites}
         """By layer: query heads per KV head."""
+        self.scales = {site.layer_idx: site.scale for site in decoder.sites}
+        """By layer: of the attention's logits."""
 
     @property
     def attends_over_blocks(self) -> bool:
@@ -31,6 +34,25 @@ class ModelKey:
     def see_ropes(self, decoder: Decoder) -> None:
         """Take the RoPEs as they are now: a cast of the model changes their frequencies."""
         self.ropes = {site.layer_idx: site.rope for site in decoder.sites}
+
+    def rope(self, layer_idx: int) -> RopeSource:
+        """The RoPE of a layer of full attention."""
+        rope = self.ropes[layer_idx]
+        assert rope is not None
+        return rope
+
+    def check_keys(self, layer_idx: int, before: Tensor, after: Tensor, positions: Tensor) -> None:
+        """Raise `ValueError` unless the keys `before` `[B, n, ...]` are, after RoPE at `positions`
+        `[1 or B, m]`, the last `m` of `after` `[B, Hkv, n, D]`."""
+        batch, kv_heads, new, _ = after.shape
+        last = positions.shape[1]
+        before = before.reshape(batch, new, kv_heads, -1).transpose(1, 2)
+        try:
+            self.rope(layer_idx)().check(before[:, :, -last:], after[:, :, -last:], positions)
+        except ValueError as error:
+            raise ValueError(
+                f"model: layer {layer_idx} of {self.name}: {error}; {INSTEAD}"
+            ) from None
 
     def native_layers(self) -> list[Any]:
         """How each layer is cached: a `Window` of attention, or a new state of transformers'."""

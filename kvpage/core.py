@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kvpage.centroids import Vectors
+from kvpage.attachments import model_of
+from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import TracedCompaction
 from kvpage.compat import INSTEAD, not_compiled
 from kvpage.contract import HookedCache, ModelKey
@@ -19,7 +20,7 @@ from kvpage.hooks import Call, current_call
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Ledger
 from kvpage.meeting import Meeting
-from kvpage.rope import RopeSource
+from kvpage.priors import Priors
 from kvpage.scoring import Scorer
 from kvpage.selection import Selection, propose
 from kvpage.settings import Settings
@@ -37,8 +38,10 @@ class PagedCore(HookedCache):
     layers: list[Any]
     """Of every decoder layer: a `PagedLayer`, or a state of transformers' own."""
 
-    def _set_up(self, settings: Settings, scorer: Scorer, model: nn.Module | None) -> None:
-        self.settings, self.scorer = settings, scorer
+    def _set_up(
+        self, settings: Settings, scorer: Scorer, model: nn.Module | None, priors: Priors | None
+    ) -> None:
+        self.settings, self.scorer, self.priors = settings, scorer, priors
         self._stack = LayerStack(settings, self.layers)
         self._forwards = Forwards(settings, self._stack)
         self._decoding = Decoding(settings, self._forwards)
@@ -69,6 +72,8 @@ class PagedCore(HookedCache):
 
     def meet(self, key: ModelKey) -> None:
         self._meeting.meet(key, len(self.layers))
+        if self.priors is not None and not self.priors.checked:
+            self.priors.check(model_of(key))
         self._make_layers()
 
     def check_trainable(self) -> None:
@@ -190,6 +195,8 @@ class PagedCore(HookedCache):
         forward = self._forwards.begin(batch, num_new)
         self._decoding.begin(self._meeting.key, forward.step, self._stack.paged)
         self._selection = Selection(forward.due, self.scorer, self._stack.paged)
+        if forward.due is not None and self.priors:
+            self.priors.warn(self._stack.ranked)
         if forward.due is not None and self.trace is not None:
             self.trace.append(TracedCompaction(forward.step.seen))
         return forward
@@ -201,11 +208,12 @@ class PagedCore(HookedCache):
 
         The latter at the first forward whose positions tell, and whenever the text has doubled.
         """
+        key = self._meeting.key
+        assert key is not None
         if call.queries is None or call.keys is None:
             raise RuntimeError(
-                f"queries or keys of {self._named(layer_idx)} did not pass kvpage's hooks: a "
-                "module was replaced since (make a new cache), or the model does not call it "
-                f"({INSTEAD})"
+                f"queries or keys of layer {layer_idx} of {key.name} did not pass kvpage's hooks: "
+                f"a module was replaced since (make a new cache), or is never called ({INSTEAD})"
             )
         new = key_states.shape[2]
         if self.ledger.seen + new < layer.rope_check_at or capturing():
@@ -214,23 +222,8 @@ class PagedCore(HookedCache):
         positions = self._forwards.latest_positions(new, last)
         if positions is None or int(positions.max()) <= 0:
             return
-        batch, kv_heads = key_states.shape[:2]
-        before = call.keys.reshape(batch, new, kv_heads, -1).transpose(1, 2)
-        try:
-            rope = self._rope(layer_idx)()
-            rope.check(before[:, :, -last:], key_states[:, :, -last:], positions)
-        except ValueError as error:
-            raise ValueError(f"model: {self._named(layer_idx)}: {error}; {INSTEAD}") from None
+        key.check_keys(layer_idx, call.keys, key_states, positions)
         layer.rope_check_at = 2 * (self.ledger.seen + new)
-
-    def _named(self, layer_idx: int) -> str:
-        return f"layer {layer_idx} of {self._meeting.name}"
-
-    def _rope(self, layer_idx: int) -> RopeSource:
-        assert self._meeting.key is not None
-        rope = self._meeting.key.ropes[layer_idx]
-        assert rope is not None
-        return rope
 
     def _observe(
         self, layer: PagedLayer, layer_idx: int, forward: Forward, call: Call | None
@@ -244,7 +237,7 @@ class PagedCore(HookedCache):
             assert call.queries is not None and call.keys is not None
             vectors = Vectors(_leaf(call.queries), _leaf(call.keys), forward.real)
             if statistics is None:
-                statistics = layer.collector(vectors, self._rope(layer_idx))
+                statistics = self._collector(layer, layer_idx, vectors)
         if forward.mid_due is not None:
             assert call is not None and call.mask is not None
             propose(layer, forward.step, forward.mid_due, self.scorer, vectors, call.mask)
@@ -254,6 +247,14 @@ class PagedCore(HookedCache):
                 statistics.put(vectors, places.cycle, places.cycle_at)
             else:
                 statistics.add(vectors)
+
+    def _collector(self, layer: PagedLayer, layer_idx: int, vectors: Vectors) -> LayerStatistics:
+        key, prior, device = self._meeting.key, None, vectors.queries.device
+        assert key is not None
+        if self.priors is not None:
+            prior = self.priors.of(layer_idx, device, getattr(self.scorer, "sample_tokens", 0))
+        rope, scale = key.rope(layer_idx), key.scales[layer_idx]
+        return layer.collector(vectors, rope, self.scorer, scale, prior)
 
     def _advance(self) -> None:
         self._check_complete()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpage.compaction import DueCompaction, Protection
+from kvpage.compaction import DueCompaction
 from kvpage.ledger import Step
 from kvpage.pins import Pins
 from kvpage.positions import Announcement, TokenPositions
@@ -285,7 +285,7 @@ class Forwards:
         if position is None:
             position = self.positions.next_position(ledger.seen, batch)
         appended = self.positions.appended(position.device)
-        return DueCompaction(appended, position.expand(batch), self._protection())
+        return self._compaction(appended, position.expand(batch))
 
     def _mid_due(self, announced: Announcement, step: Step, batch: int) -> DueCompaction | None:
         if step.mid is None:
@@ -295,10 +295,11 @@ class Forwards:
             position = self.positions.next_position(step.seen + step.mid, batch)
         behind = announced.num_new - step.mid
         appended = self.positions.appended(position.device)[:, :-behind]
-        return DueCompaction(appended, position.expand(batch), self._protection())
+        return self._compaction(appended, position.expand(batch))
 
-    def _protection(self) -> Protection:
-        return self.pins.protection(self._prompt_length(), self.ledger.prompt_open)
+    def _compaction(self, appended: Tensor, next_position: Tensor) -> DueCompaction:
+        protection = self.pins.protection(self._prompt_length(), self.ledger.prompt_open)
+        return DueCompaction(appended, next_position, protection, self.positions.pads is not None)
 
     def _prompt_length(self) -> int | Tensor:
         return self.positions.prompt_length(self.ledger.prompt_tokens)

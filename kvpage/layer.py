@@ -19,7 +19,9 @@ from kvpage.compaction import CompactionPlan, apply_plan, plan
 from kvpage.ledger import Ledger, Step
 from kvpage.places import Places
 from kvpage.rope import RopeSource
+from kvpage.scoring import Scorer
 from kvpage.storage import LayerStorage, without_autograd
+from kvpage.summaries import Prior
 
 
 class PagedLayer(CacheLayerMixin):
@@ -225,13 +227,31 @@ class PagedLayer(CacheLayerMixin):
         self.survivors, self.proposed = self._proposed_positions, None
         self.compaction_seconds += time.perf_counter() - started
 
-    def collector(self, vectors: Vectors, rope: RopeSource) -> LayerStatistics:
-        """The statistics of this layer, for vectors such as these to be added to."""
+    def collector(
+        self,
+        vectors: Vectors,
+        rope: RopeSource,
+        scorer: Scorer,
+        scale: float = 1.0,
+        prior: Prior | None = None,
+    ) -> LayerStatistics:
+        """The statistics of this layer, for vectors such as these to be added to, with what the
+        scorer wants of them and what is known from before."""
         if self.statistics is None:
             assert self.storage is not None
             kv_heads, _, _, dim = self.storage.keys.shape
             batch, heads = vectors.queries.shape[0], vectors.queries[0, 0].numel() // dim
-            self.statistics = LayerStatistics(batch, heads, kv_heads, dim, rope)
+            self.statistics = LayerStatistics(
+                batch,
+                heads,
+                kv_heads,
+                dim,
+                rope,
+                scale=scale,
+                sample_tokens=getattr(scorer, "sample_tokens", 0),
+                recent_tokens=getattr(scorer, "recent_tokens", 0),
+                prior=prior,
+            )
         return self.statistics
 
     def select_rows(self, rows: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from kvpage.architectures import AttentionSite
-from kvpage.centroids import Statistics
 from kvpage.rope import Rope
+from kvpage.summaries import Statistics
+
+SAMPLE_TOKENS = 128
+"""Queries that a sample has, of each head."""
 
 FINGERPRINT_VALUES = 64
 """Values of each parameter of attention that go into a model's fingerprint."""
@@ -39,6 +42,10 @@ class LayerCalibration:
     rope: Rope
     fixed_rope: bool = True
     """Whether the frequencies are the same for every length."""
+    sample: Tensor | None = None
+    """float32 `[S, H, D]`: queries drawn from all tokens alike; `None` where only means are."""
+    priority: Tensor | None = None
+    """int64 `[S]`, ascending: of all tokens, the sample is of those with the lowest."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -49,12 +56,15 @@ class LayerCalibration:
             "key_magnitude_total": self.key_magnitude_total,
             "count": self.count,
             "heads": self.heads,
+            "sample": self.sample,
+            "priority": self.priority,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def sums(self) -> dict[str, Tensor]:
         """Those that add up over tokens."""
-        return {name: tensor for name, tensor in self.tensors().items() if name != "heads"}
+        kept = ("heads", "sample", "priority")
+        return {name: tensor for name, tensor in self.tensors().items() if name not in kept}
 
     def having(self, tensors: Mapping[str, Tensor]) -> LayerCalibration:
         """With these tensors, by name, instead of its own."""
@@ -62,8 +72,20 @@ class LayerCalibration:
         return replace(self, **changes)
 
     def plus(self, more: Mapping[str, Tensor]) -> LayerCalibration:
-        """With the sums `more` added, by name."""
-        return self.having({name: total + more[name] for name, total in self.sums().items()})
+        """With the sums `more` added, by name, and the sample drawn from both."""
+        sums = {name: total + more[name] for name, total in self.sums().items()}
+        return self.having(sums | self.drawn([self.tensors(), more]))
+
+    def drawn(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """One sample of the tokens of all `parts`, which have samples each."""
+        if self.sample is None:
+            return {}
+        priority = torch.cat([part["priority"] for part in parts])
+        priority, places = priority.topk(min(SAMPLE_TOKENS, len(priority)), largest=False)
+        return {
+            "sample": torch.cat([part["sample"] for part in parts])[places],
+            "priority": priority,
+        }
 
     def traits(self) -> dict[str, Any]:
         """What has to be as in a model, but the frequencies."""
@@ -96,6 +118,8 @@ def blank_layer(site: AttentionSite, config: Any) -> LayerCalibration:
         kv_heads=kv_heads,
         rope=rope,
         fixed_rope=site.rope.fixed,
+        sample=torch.zeros(0, heads, dim),
+        priority=torch.zeros(0, dtype=torch.int64),
     )
 
 

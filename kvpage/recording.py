@@ -11,12 +11,11 @@ from transformers import DynamicCache
 
 from kvpage.architectures import describe
 from kvpage.attachments import join
-from kvpage.centroids import RunningMoments
 from kvpage.compat import INSTEAD, not_compiled
 from kvpage.contract import HookedCache, ModelKey
 from kvpage.hooks import current_call
-from kvpage.layer_calibration import LayerCalibration
-from kvpage.rope import RopeSource
+from kvpage.layer_calibration import SAMPLE_TOKENS, LayerCalibration
+from kvpage.summaries import RunningMoments
 
 ROPE_CHECK_TOKENS = 8
 
@@ -37,10 +36,15 @@ class Recorder(HookedCache, DynamicCache):
         """Of the forward since `begin`, by layer and name; float64, on the CPU once read."""
         self._attachment = join(model, self)
 
-    def begin(self, real: Tensor) -> None:
-        """A forward of new rows is to come; `real` `[B, n]` bool is False for pads."""
+    def begin(self, real: Tensor, first_row: int) -> None:
+        """A forward of new rows is to come, `first_row` of all the data the first; `real` `[B, n]`
+        bool is False for pads."""
         self.layers = DynamicCache(config=self._decoder.config).layers
         self._real, self.sums = real, {}
+        priority = _priorities(first_row, real)[real]
+        self._priority, self._places = priority.topk(
+            min(SAMPLE_TOKENS, len(priority)), largest=False
+        )
 
     # What the hooks call.
 
@@ -90,11 +94,6 @@ class Recorder(HookedCache, DynamicCache):
             self.sums[layer_idx] = self._summed(layer_idx, queries, keys)
         return key_states, value_states
 
-    def _rope(self, layer_idx: int) -> RopeSource:
-        rope = self._attachment.key.ropes[layer_idx]
-        assert rope is not None
-        return rope
-
     def _check(
         self, layer_idx: int, layer: LayerCalibration, queries: Tensor, keys: Tensor, after: Tensor
     ) -> None:
@@ -111,30 +110,37 @@ class Recorder(HookedCache, DynamicCache):
             return
         last = min(new, ROPE_CHECK_TOKENS)
         positions = torch.arange(new - last, new).expand(keys.shape[0], last)
-        before = keys.transpose(1, 2)[:, :, -last:]
-        try:
-            self._rope(layer_idx)().check(before, after[:, :, -last:], positions)
-        except ValueError as error:
-            raise ValueError(f"model: layer {layer_idx}: {error}; {INSTEAD}") from None
+        self._attachment.key.check_keys(layer_idx, keys, after, positions)
         self._checked.add(layer_idx)
 
     def _summed(self, layer_idx: int, queries: Tensor, keys: Tensor) -> dict[str, Tensor]:
         assert self._real is not None
-        rope, real, sums = self._rope(layer_idx)(), self._real.to(keys.device), {}
+        rope, real, sums = self._attachment.key.rope(layer_idx)(), self._real.to(keys.device), {}
         for name, vectors in (("query", queries.detach()), ("key", keys.detach())):
             moments = RunningMoments.of(vectors, real, rope)
             sums[f"{name}_total"] = moments.total.sum(dim=0)
             sums[f"{name}_magnitude_total"] = moments.magnitude_total.sum(dim=0)
+        sums["sample"] = queries.detach()[real][self._places.to(queries.device)].float()
         return sums
 
     def read(self) -> dict[int, dict[str, Tensor]]:
-        """The sums of the forward that has ended, on the CPU."""
+        """The sums of the forward that has ended, and a sample of its queries, on the CPU."""
         missing = self._layers.keys() - self.sums.keys()
         if missing:
             raise RuntimeError(f"layers {sorted(missing)} did not use the cache; {INSTEAD}")
         assert self._real is not None
-        count = self._real.sum()
+        more = {"count": self._real.sum().double(), "priority": self._priority}
         return {
-            i: {name: t.cpu().double() for name, t in (sums | {"count": count}).items()}
+            i: more
+            | {name: t.cpu() if name == "sample" else t.cpu().double() for name, t in sums.items()}
             for i, sums in self.sums.items()
         }
+
+
+def _priorities(first_row: int, real: Tensor) -> Tensor:
+    """int64 `[B, n]`, as good as random, of tokens by their row among all data and place in it."""
+    rows = torch.arange(first_row, first_row + real.shape[0])[:, None]
+    mixed = rows * (1 << 32) + torch.arange(real.shape[1])
+    for factor in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):  # as SplitMix64
+        mixed = (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) * factor
+    return mixed & 0x3FFFFFFFFFFFFFFF

@@ -58,6 +58,11 @@ class Report:
     sliding_blocks_freed: int
     state_layers: int
     bytes_states: int
+    drift: float | None
+    """With `stats`: one minus the cosine between a head's calibrated query centroid and the run's;
+    the median over heads and layers."""
+    drift_magnitude: float | None
+    """With `stats`: mean magnitude of the run's queries over that of the calibrated; the median."""
 
     @property
     def evicted_tokens(self) -> int:
@@ -99,6 +104,9 @@ class Report:
             ("statistics", readable(self.bytes_statistics)),
             ("compactions", f"{self.compactions:,} in {self.compaction_seconds:.3f} s"),
         ]
+        if self.drift is not None:
+            words = f"cosine 1 - {self.drift:.3f}, magnitude x {self.drift_magnitude:.3f}"
+            rows.append(("drift from stats", words))
         if self.sliding_layers:
             rows.append(
                 (
@@ -128,6 +136,7 @@ def report_on(
     positions: TokenPositions,
     bytes_peak: int,
     prompt_pinned: bool,
+    drift: tuple[float, float] | None,
 ) -> Report:
     """The report of a cache, of its parts; the counterfactual is worked out here."""
     ledger, sliding, layers, states = stack.ledger, stack.sliding, stack.paged, stack.states
@@ -172,6 +181,8 @@ def report_on(
         sliding_blocks_freed=0 if sliding is None else sliding.blocks_freed,
         state_layers=len(states),
         bytes_states=bytes_states,
+        drift=None if drift is None else drift[0],
+        drift_magnitude=None if drift is None else drift[1],
     )
 
 

@@ -1,9 +1,9 @@
 """Scorers: keys + statistics -> a score per live token; the higher, the longer it stays.
 
-The default, `centroid`, is TriAttention's (arXiv 2604.04921), with the mean over the offsets of
-the coming queries taken in closed form. With `w_f = q_f exp(i w_f t) D_f`,
-`D_f = mean over offsets d of exp(i w_f d)`, `q` the mean pre-RoPE query, `a` the mean magnitude,
-`k` a cached (rotated) key and `t` the next position:
+`sampled`, the default, pays out the attention of queries that stand for those to come. `centroid`
+is TriAttention's (arXiv 2604.04921), with the mean over the offsets of the coming queries taken in
+closed form. With `w_f = q_f exp(i w_f t) D_f`, `D_f = mean over offsets d of exp(i w_f d)`, `q` the
+mean pre-RoPE query, `a` the mean magnitude, `k` a cached (rotated) key and `t` the next position:
 
     S = Re sum_f w_f conj(k_f)  +  sum_f (a_f - |q_f|) |k_f|
 
@@ -13,7 +13,7 @@ dot product with an expected coming query, and one weighted sum of band magnitud
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,9 +21,16 @@ import torch
 from torch import Tensor
 
 from kvpage import kernels
-from kvpage.centroids import Statistics
 from kvpage.kernels import Moments
+from kvpage.positions import PAD
 from kvpage.rope import Rope
+from kvpage.summaries import Sample, Statistics
+
+SAMPLE_TOKENS = 128
+"""Queries that stand for all those of a run."""
+
+AHEAD = 64
+"""How far ahead of the next token they are taken to come: half the usual interval."""
 
 OFFSETS = tuple(2**i for i in range(13))
 """Distances of the coming queries, in tokens: 1, 2, 4, ... 4096."""
@@ -50,6 +57,13 @@ class LiveTokens:
     """int64 `[B]`: the position of each row's next token."""
     statistics: Statistics | None
     """`None` where the scorer's `needs_statistics` is False."""
+    padded: bool = False
+    """Whether any row ever had pads."""
+
+    @property
+    def visible(self) -> Tensor | None:
+        """bool `[B, Hkv, L]`, False for pads; `None`: there are none."""
+        return self.positions != PAD if self.padded else None
 
 
 @runtime_checkable
@@ -61,6 +75,8 @@ class Scorer(Protocol):
     """
 
     needs_statistics: bool
+    """Whether it uses `tokens.statistics`. A scorer may have `sample_tokens` and `recent_tokens`
+    too: how many of the run's queries it wants in `statistics.sample` and `.recent`."""
 
     def __call__(self, tokens: LiveTokens) -> Tensor: ...
 
@@ -94,14 +110,15 @@ def rotation(rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS) 
 def expected_query(
     mean: Tensor, rope: Rope, positions: Tensor, offsets: tuple[int, ...] = OFFSETS
 ) -> Tensor:
-    """The centroid `mean` `[B, H, D]`, rotated to the coming positions and averaged over them.
+    """The centroid `mean` `[B, ..., D]`, rotated to the coming positions and averaged over them.
 
     Scaled as the model scales what it rotates.
     """
     if positions.device.type == "mps":  # no float64 there
         positions = positions.cpu()
-    factor = rotation(rope, positions, offsets)[:, None] * rope.attention_scaling
-    cos, sin = factor.real.to(mean), factor.imag.to(mean)  # [B, 1, F]
+    factor = rotation(rope, positions, offsets) * rope.attention_scaling
+    factor = factor.view(factor.shape[0], *[1] * (mean.ndim - 2), -1)
+    cos, sin = factor.real.to(mean), factor.imag.to(mean)  # [B, ..., F]
     re, im, rest = rope.parts(mean)
     return rope.joined(re * cos - im * sin, re * sin + im * cos, rest)
 
@@ -134,86 +151,52 @@ class Centroid:
         )
 
 
-class Streaming:
-    """Sinks and the latest tokens only: every candidate scores by its age (StreamingLLM)."""
+class Sampled:
+    """How much attention the coming queries will pay to each key, estimated with queries of the
+    run.
 
-    needs_statistics = False
+    `S_k = |v_k| mean over query heads h and sampled queries j of softmax_k(scale q_jh . k)`, the
+    queries rotated to half an interval ahead: what a token adds to the output, if queries like
+    those so far come again. The sample covers the whole run evenly: over text, queries from all of
+    it tell better than the latest what will be looked at later.
+    """
 
-    def __call__(self, tokens: LiveTokens) -> Tensor:
-        batch, kv_heads, live, _ = tokens.keys.shape
-        age = torch.arange(live, dtype=torch.float32, device=tokens.keys.device)
-        return age.expand(batch, kv_heads, live)
-
-
-class KeyNorm:
-    """Keys of small norm stay: they tend to draw much attention (arXiv 2406.11430)."""
-
-    needs_statistics = False
+    needs_statistics = True
+    sample_tokens = SAMPLE_TOKENS
 
     def __call__(self, tokens: LiveTokens) -> Tensor:
-        return -kernels.key_norms(tokens.keys)
+        statistics = tokens.statistics
+        assert statistics is not None and statistics.sample is not None
+        queries, weights = drawn(statistics, statistics.sample)
+        ahead = rotated(queries, statistics.rope, tokens.next_position + AHEAD)
+        mass = kernels.attention_mass(tokens.keys, ahead, statistics.scale, tokens.visible, weights)
+        of_heads = mass.view(*tokens.keys.shape[:2], -1, mass.shape[-1])
+        return of_heads.mean(dim=2) * kernels.norms(tokens.values)
 
 
-class Random:
-    """Pseudo-random scores: a hash of next position, head and slot, so no state and no seed."""
-
-    needs_statistics = False
-
-    def __call__(self, tokens: LiveTokens) -> Tensor:
-        _, kv_heads, live, _ = tokens.keys.shape
-        device = tokens.keys.device
-        head = torch.arange(kv_heads, device=device)[None, :, None]
-        slot = torch.arange(live, device=device)
-        x = (tokens.next_position[:, None, None] * 1_000_003 + head) * 1_000_033 + slot
-        for _ in range(3):  # xorshift-multiply mixing, kept to 31 bits
-            x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0x7FFFFFFF
-        return x.double().div(2**31).float()
+def drawn(statistics: Statistics, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Sampled queries `[B, S, H, D]`, of the run and calibrated, and their weights `[B, S]`."""
+    queries, weights = sample.queries, sample.held.float()
+    if statistics.prior_sample is None:
+        return queries, weights
+    known, share = statistics.prior_sample
+    batch, count = queries.shape[0], known.shape[0]
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(1) * (1 - share[:, None])
+    weights = torch.cat((weights, (share / count)[:, None].expand(batch, count)), dim=1)
+    return torch.cat((queries.float(), known.expand(batch, -1, -1, -1)), dim=1), weights
 
 
-class Custom:
-    """A user's function of `LiveTokens`, with its result checked."""
+def rotated(queries: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """`queries` `[B, S, H, D]` as the model would rotate them at `positions` `[B]` or `[B, S]`.
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
-        self.needs_statistics = bool(getattr(function, "needs_statistics", True))
-
-    def __call__(self, tokens: LiveTokens) -> Tensor:
-        scores, statistics = self.function(tokens), tokens.statistics
-        batch, kv_heads, live, _ = tokens.keys.shape
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            raise TypeError(f"scorer: a float tensor expected, got {_describe(scores)}")
-        heads = kv_heads if statistics is None else statistics.query_mean.shape[1]
-        if scores.shape not in ((batch, kv_heads, live), (batch, heads, live)):
-            raise ValueError(
-                f"scorer: scores [{batch}, {kv_heads} or {heads}, {live}] expected, got "
-                f"{list(scores.shape)}"
-            )
-        if bool(scores.isnan().any()):
-            raise ValueError("scorer: scores without NaN expected, got NaN")
-        return scores.float()
-
-
-def _describe(value: object) -> str:
-    return f"{value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-SCORERS: dict[str, type[Centroid | Streaming | KeyNorm | Random]] = {
-    "centroid": Centroid,
-    "streaming": Streaming,
-    "knorm": KeyNorm,
-    "random": Random,
-}
-
-
-def resolve_scorer(scorer: str | Callable[..., Tensor]) -> Scorer:
-    """The scorer of that name, or the user's own callable, checked on use."""
-    if isinstance(scorer, str):
-        if scorer not in SCORERS:
-            raise ValueError(
-                f"scorer: one of {', '.join(map(repr, SCORERS))} or a callable expected, "
-                f"got {scorer!r}"
-            )
-        return SCORERS[scorer]()
-    if not callable(scorer) or isinstance(scorer, type):
-        raise TypeError(f"scorer: a name or a callable expected, got {scorer!r}")
-    return Custom(scorer)
+    In float32, angles in float64; scaled as the model scales what it rotates.
+    """
+    if positions.ndim == 1:
+        positions = positions[:, None]
+    source = positions.cpu() if positions.device.type == "mps" else positions  # no float64 there
+    inv_freq, _ = rope.mean_rotation(OFFSETS, source.device)
+    angle = source.double()[:, :, None, None] * inv_freq  # [B, S or 1, 1, F]
+    cos = (angle.cos() * rope.attention_scaling).to(queries.device, torch.float32)
+    sin = (angle.sin() * rope.attention_scaling).to(queries.device, torch.float32)
+    re, im, rest = rope.parts(queries.float())
+    return rope.joined(re * cos - im * sin, re * sin + im * cos, rest)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from kvpage.blocks import Layout
-from kvpage.centroids import Statistics, Vectors, read_together
+from kvpage.centroids import Vectors, read_together
 from kvpage.compaction import CompactionPlan, DueCompaction, plan, select
 from kvpage.layer import PagedLayer
 from kvpage.ledger import Step
 from kvpage.scoring import LiveTokens, Scorer, score_layers
 from kvpage.storage import without_autograd
+from kvpage.summaries import Statistics
 
 SCRATCH_ELEMENTS = {"cpu": 1 << 15}
 """Scores that are chosen from at a time; elsewhere 2**24 (64 MiB in float32)."""
@@ -103,7 +104,8 @@ def choose(
     for layer, at, may_go, known in zip(layers, positions, candidates, statistics, strict=True):
         assert layer.storage is not None
         keys, values = layer.storage.read(layout, at.shape[-1])
-        live.append(LiveTokens(layer.index, keys, values, at, may_go, next_position, known))
+        tokens = LiveTokens(layer.index, keys, values, at, may_go, next_position, known, due.padded)
+        live.append(tokens)
     scores, moments = score_layers(scorer, live)
     flat = positions.flatten(0, 1)
     survivors = select(scores, flat, candidates.flatten(0, 1), kept, moments)

@@ -107,6 +107,8 @@ def _layer(
         query_magnitude_total=magnitude,
         key_total=None,
         key_magnitude_total=None,
+        sample=None,
+        priority=None,
         count=torch.tensor(float(tokens) if found else 0.0, dtype=torch.float64),
         heads=mask,
     )

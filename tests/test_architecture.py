@@ -9,13 +9,14 @@ PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
     {"blocks", "compat", "device", "rope", "settings", "positions", "kernels.moments"}
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention", "kernels.triton_write_kv"},
-    {"kernels.reference", "kernels.triton_score_tokens"},
+    {"kernels.reference", "kernels.triton_score_tokens", "summaries"},
     {"kernels", "ledger", "architectures", "centroids"},
     {"contract", "storage", "scoring", "places", "layer_calibration"},
-    {"attention", "compaction", "calibration"},
+    {"attention", "compaction", "calibration", "peers"},
+    {"scorers"},
     {"hooks", "layer", "pins", "triattention"},
     {"attachments", "stack", "selection"},
-    {"meeting", "recording"},
+    {"meeting", "recording", "priors"},
     {"calibrating"},
     {"cli.calibrate"},
     {"cli"},
@@ -34,7 +35,8 @@ KNOW_TRITON = {
     "kernels.triton_score_tokens",
     "kernels.triton_write_kv",
 }
-SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "recording", "triattention"}
+SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "priors", "recording"}
+SHARE_STATISTICS |= {"triattention"}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 

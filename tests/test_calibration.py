@@ -152,7 +152,9 @@ def test_unfit_models_are_refused(qwen3):
         torch.ones(*position_ids.shape, 8),
         torch.zeros(*position_ids.shape, 8),
     )
-    with pytest.raises(ValueError, match="layer 0: rotary embedding: the model's keys differ"):
+    with pytest.raises(
+        ValueError, match="layer 0 of LlamaModel: rotary embedding: the model's keys differ"
+    ):
         calibrate(strange, None, rows(5))
 
 

@@ -5,9 +5,9 @@ import torch
 from tiny import build, cache_name, generate, prompt
 
 from kvpage import PagedCompactCache, kernels
-from kvpage.centroids import Statistics
 from kvpage.rope import Rope
 from kvpage.scoring import Centroid, LiveTokens, expected_query
+from kvpage.summaries import Statistics
 
 PAPER_OFFSETS = tuple(2**i for i in range(17))  # 1 .. 65536
 

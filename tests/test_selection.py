@@ -8,7 +8,7 @@ from families import family
 from tiny import cache_name, generate, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpage import PagedCompactCache, centroids, selection
+from kvpage import PagedCompactCache, selection, summaries
 from kvpage.kernels import reference
 
 FREE = ("view", "as_strided", "expand", "transpose", "slice", "select", "unsqueeze", "detach")
@@ -17,7 +17,7 @@ FREE += ("alias", "split", "unbind", "permute", "empty", "new_empty", "unflatten
 
 def set_scratch(monkeypatch, elements):
     monkeypatch.setattr(selection, "SCRATCH_ELEMENTS", {"cpu": elements})
-    monkeypatch.setattr(centroids, "SCRATCH_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(summaries, "SCRATCH_ELEMENTS", {"cpu": elements})
 
 
 def norms(tokens):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import kvpage.kernels.reference as reference
 from kvpage.kernels.moments import Moments
-from kvpage.kernels.reference import key_norms
+from kvpage.kernels.reference import norms
 
-__all__ = ["Moments", "key_norms", "move_slots", "paged_attention", "score_tokens", "write_kv"]
+__all__ = ["Moments", "move_slots", "norms", "paged_attention", "score_tokens", "write_kv"]
 
 
 def score_tokens(

@@ -64,7 +64,7 @@ def moments(scores: Tensor, candidates: Tensor) -> Moments:
     return Moments(*(part.reshape(batch, -1) for part in parts))
 
 
-def key_norms(keys: Tensor) -> Tensor:
+def norms(keys: Tensor) -> Tensor:
     """Euclidean norm of every key: `[B, Hkv, L, D]`, any float dtype, to float32 `[B, Hkv, L]`."""
     batch, kv_heads, live, dim = keys.shape
     norms = torch.empty(batch, kv_heads, live, dtype=torch.float32, device=keys.device)
