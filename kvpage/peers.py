@@ -81,10 +81,11 @@ class ExpectedAttention:
     def __call__(self, tokens: LiveTokens) -> Tensor:
         statistics = tokens.statistics
         assert statistics is not None and statistics.sample is not None
-        queries, held = statistics.sample.queries.float(), statistics.sample.held.float()
-        count = held.sum(dim=1).clamp_min(1)[:, None, None]
-        apart = (queries - statistics.query_mean[:, None]) * held[:, :, None, None]
-        covariance = torch.einsum("bshd,bshe->bhde", apart, apart) / count[..., None]
+        queries, held = statistics.sample.queries.float(), statistics.sample.held
+        apart = queries - statistics.query_mean[:, None]
+        apart = torch.where(held[:, :, None, None], apart, 0.0)
+        count = held.sum(dim=1).clamp_min(1)[:, None, None, None]
+        covariance = torch.einsum("bshd,bshe->bhde", apart, apart) / count
         rotation = statistics.rope, tokens.next_position, self.offsets
         mean = expected_query(statistics.query_mean, *rotation)
         for _ in range(2):  # rows, then columns
