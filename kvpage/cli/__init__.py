@@ -1,20 +1,34 @@
-"""The command line."""
+"""The command line: `kvpage calibrate` and `kvpage eval`."""
 
 from __future__ import annotations
 
-import typer
-
-from kvpage.cli.calibrate import calibrate_command
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("calibrate")(calibrate_command)
+from typing import Any
 
 
-@app.callback()
+def application() -> Any:
+    """The typer app, with a sub-app or command of each module beside this."""
+    import typer
+
+    from kvpage.cli.calibrate import calibrate_command
+    from kvpage.cli.evaluate import evaluate
+
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_kvpage)
+    app.command("calibrate")(calibrate_command)
+    app.add_typer(evaluate, name="eval")
+    return app
+
+
 def _kvpage() -> None:
-    """A KV cache that runs a trace of any length in a fixed amount of memory."""
+    """A KV cache for transformers that runs a trace of any length in a fixed memory."""
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
-    app()
+    """Entry point of the script `kvpage`."""
+    try:
+        app = application()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        raise SystemExit(f"kvpage: {error}: pip install 'kvpage[cli]'") from None
+    app(prog_name="kvpage")

@@ -1,4 +1,4 @@
-"""`python -m kvpage.cli`, as launchers of several processes want it."""
+"""`python -m kvpage.cli` is the command `kvpage`: what `accelerate launch -m` needs."""
 
 from kvpage.cli import main
 

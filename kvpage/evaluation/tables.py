@@ -1,0 +1,97 @@
+"""One table, four ways: for a terminal, Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpage.evaluation.runner import Row
+from kvpage.report import readable
+
+ABOUT = ("model", "task", "tokens", "positions", "samples", "problems", "seeds")
+"""Columns that say what was measured, rather than what was found."""
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table as text, its head first.
+
+    A column's 95 % interval, from `name_low` to `name_high`, stands beside it in brackets; lists
+    are left to JSON.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [
+        name
+        for name in names
+        if not name.endswith(("_low", "_high"))
+        and not any(isinstance(row.get(name), list) for row in rows)
+    ]
+    head = [name.replace("_", " ").replace("kv bytes", "KV memory") for name in shown]
+    return [head, *([_cell(name, row) for name in shown] for row in rows)]
+
+
+def _cell(name: str, row: Row) -> str:
+    text = _text(name, row.get(name))
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return text if low is None or high is None else f"{text} [{low:.3g}, {high:.3g}]"
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "full" if name == "budget" else "-"
+    if name == "kv_bytes":
+        return readable(value)
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """As a Markdown table."""
+    head, *body = cells(rows)
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def comma_separated(rows: Sequence[Row]) -> str:
+    """As CSV, numbers in full."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def terminal(rows: Sequence[Row]) -> Any:
+    """As a rich `Table`; what is the same in every row stands above it."""
+    from rich.table import Table
+
+    head, *body = cells(rows)
+    same = [
+        i for i, name in enumerate(head) if name in ABOUT and len({line[i] for line in body}) == 1
+    ]
+    title = ", ".join(f"{head[i]}: {body[0][i]}" for i in same)
+    table = Table(title=title, title_justify="left")
+    shown = [i for i in range(len(head)) if i not in same]
+    for i in shown:
+        left = head[i] in ("model", "task", "scorer")
+        table.add_column(head[i], justify="left" if left else "right", overflow="fold")
+    for line in body:
+        table.add_row(*(line[i] for i in shown))
+    return table
+
+
+def save(rows: Sequence[Row], notes: Sequence[str], folder: Path, name: str) -> None:
+    """Write `name`.md, .csv and .json into `folder`; notes go below the Markdown and into JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    below = "".join(f"\n{note}\n" for note in notes)
+    (folder / f"{name}.md").write_text((markdown(rows) + "\n" if rows else "") + below)
+    (folder / f"{name}.csv").write_text(comma_separated(rows))
+    text = json.dumps({"rows": list(rows), "notes": list(notes)}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n")

@@ -1,0 +1,437 @@
+"""Studies: estimates, made-up texts, answers, and results that survive a crash."""
+
+import csv
+import io
+import json
+import math
+import random
+from collections import Counter
+from itertools import combinations, product
+from statistics import NormalDist
+
+import pytest
+import torch
+from checkpoints import QUESTIONS, save_checkpoint, save_questions
+from tiny import build, cache_name, prompt
+
+from kvpage.evaluation import FULL, Contender, bootstrap_interval, pass_at_k, wilson_interval
+from kvpage.evaluation.answers import is_right, method, reference
+from kvpage.evaluation.memory import TASKS, MemoryStudy, answered, encoded, example
+from kvpage.evaluation.plots import plot
+from kvpage.evaluation.runner import Journal, Subject, Work, grouped, run
+from kvpage.evaluation.tables import comma_separated, markdown, save
+from kvpage.evaluation.tasks import TaskStudy, load_problems
+from kvpage.evaluation.texts import FidelityStudy
+
+SMALL = {"interval": 32, "sinks": 4, "recent": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("study")
+    save_checkpoint(path / "model")
+    save_questions(path / "questions.jsonl")
+    words = " ".join(example("copying", 900, 0, lambda text: len(text.split())).text.split())
+    (path / "text.txt").write_text(words)
+    return path
+
+
+# Estimates.
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
+    for n, c in product(range(1, 7), range(7)):
+        for k in range(1, n + 1):
+            if c <= n:
+                subsets = list(combinations([i < c for i in range(n)], k))
+                expected = sum(any(subset) for subset in subsets) / len(subsets)
+                assert pass_at_k(n, c, k) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="pass_at_k"):
+        pass_at_k(3, 1, 4)
+
+
+def test_wilson_ends_where_the_score_test_just_rejects():
+    z = NormalDist().inv_cdf(0.975)
+    for successes, count in ((0, 6), (3, 10), (40, 41), (7, 7)):
+        low, high = wilson_interval(successes, count)
+        share = successes / count
+        for bound in (low, high):
+            if 0 < bound < 1:
+                score = abs(share - bound) / math.sqrt(bound * (1 - bound) / count)
+                assert score == pytest.approx(z)
+        assert 0 <= low <= share <= high <= 1
+    assert wilson_interval(0, 0) is None
+
+
+def test_the_block_bootstrap_covers_a_mean_of_dependent_blocks():
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(200):
+        level = torch.randn(30, generator=generator)  # each block has a level of its own
+        low, high = bootstrap_interval([(8 * x, 8) for x in level.tolist()], resamples=300)
+        covered += low <= 0 <= high
+    assert 0.88 <= covered / 200 <= 0.99
+    assert bootstrap_interval([(1.0, 4)]) is None
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("72", "48 / 2 = 24 and 48 + 24 = \\boxed{72}", True),
+        ("72", "The answer is 72.", True),
+        ("72", "The answer is 71.", False),
+        ("1,234", "so \\boxed{1234}", True),
+        ("\\frac{1}{2}", "half, $0.5$", True),
+        ("(3, 4)", "\\boxed{(3,4)}", True),
+        ("x^2+1", "\\boxed{1+x^2}", True),
+        ("p - q", "\\boxed{p + q}", False),
+        ("Paris", "Let me think. Rome?\nThe answer is: paris.", True),
+        ("Paris", "Paris is not the answer.\nRome", False),
+        ("New York", "\\boxed{\\text{New York}}", True),
+        ("yes", "yes", True),
+        ("yes", "no", False),
+    ],
+)
+def test_answers_are_compared_by_what_they_mean(answer, text, right):
+    pytest.importorskip("math_verify")
+    assert is_right(answer, text) is right
+
+
+def test_plain_words_are_told_from_mathematics():
+    assert {method(text) for text in ("Paris", "New York", "yes", "don't know")} == {"string"}
+    maths = ("7", "x", "\\pi", "x+1", "\\text{Evelyn}", "3 apples", "(a, b)", "-2")
+    assert {method(text) for text in maths} == {"math-verify"}
+    assert reference("48/2 = <<48/2=24>>24\n#### 1,072") == "1,072"
+    assert reference("\\frac{1}{2}") == "\\frac{1}{2}"
+
+
+def test_problems_come_from_any_jsonl(tmp_path):
+    file = tmp_path / "some.jsonl"
+    lines = [
+        {"question": "a?", "answer": "It is.\n#### 5"},
+        {"problem": "b?", "answer": "\\pi", "solution": "long"},
+        {"prompt": "c?", "solution": 3},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    got = [(p.question, p.answer) for p in load_problems(str(file))]
+    assert got == [("a?", "5"), ("b?", "\\pi"), ("c?", "3")]
+    assert len(load_problems(str(file), limit=2)) == 2
+    for text, message in (
+        ('{"question": "a?"}', "line 1: one of answer, .* expected, got question"),
+        ("{", "line 1: JSON expected"),
+        ("[1]", "line 1: one of question, .* expected, got list"),
+        ("", "problems expected"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_problems(str(file))
+    with pytest.raises(FileNotFoundError):
+        load_problems(str(tmp_path / "none.jsonl"))
+
+
+# Memory.
+
+
+def solved(task, text):
+    """The answer that a reader of the text would give."""
+    *lines, question = text.split("\n")
+    if task == "recall":
+        codes = dict(line.removesuffix(".").rsplit(" is ", 1) for line in lines)
+        return " " + codes[question.removesuffix(" is")]
+    if task == "passkey":
+        return " " + lines[0].split("The pass key is ")[1].split(".")[0]
+    if task == "copying":
+        return " " + lines[0].removeprefix("The list: ")
+    stack = []
+    for line in lines[1:]:
+        if line.startswith("Go down to "):
+            stack.append(line.removeprefix("Go down to ").removesuffix("."))
+        else:
+            stack.pop()
+            assert line == f"Go back up to {stack[-1] if stack else 'root'}."
+    return f" {' '.join(stack)}."
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_texts_can_be_answered_from_what_they_say(task):
+    for seed, items in product(range(5), (1, 2, 7, 40, 500)):
+        made = TASKS[task](random.Random(seed), items)
+        assert made == TASKS[task](random.Random(seed), items)
+        assert made.answer == solved(task, made.text) and made.answer.strip()
+    assert len({TASKS[task](random.Random(seed), 40).answer for seed in range(8)}) > 4
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_texts_are_as_long_as_asked(task):
+    def count(text):
+        return len(text.split())
+
+    for tokens in (60, 200, 1000):
+        length = count(example(task, tokens, 3, count).text)
+        assert tokens - 20 <= length <= tokens
+    with pytest.raises(ValueError, match=r"tokens: .* expected"):
+        example(task, 3, 0, count)
+
+
+def test_hits_are_the_tokens_a_full_forward_finds_likeliest():
+    model = build("llama-gqa3-tied")
+    ids = prompt(90)[0]
+    with torch.no_grad():
+        found = model(ids[None]).logits[0].argmax(-1)
+    ids[70:] = found[69:-1]  # some of these are, once they are in the text, still likeliest
+    with torch.no_grad():
+        found = model(ids[None]).logits[0].argmax(-1)
+    for text_tokens, step in product((70, 71, 64, 33), (1, 16, 24)):
+        expected = int((found[text_tokens - 1 : -1] == ids[text_tokens:]).sum())
+        got = answered(model, ids, text_tokens, FULL, step)
+        assert got["hits"] == expected and got["answer_tokens"] == 90 - text_tokens
+        assert got["compactions"] == 0
+    assert expected > 0
+
+
+def test_under_a_budget_hits_are_those_of_the_evicting_cache():
+    model, ids = build("llama-gqa3-tied"), prompt(150)[0]
+    contender = Contender(64, "knorm", SMALL)
+    cache, found = contender.cache(model, pin_prompt=False), []
+    with torch.no_grad():
+        for start in range(0, 149, 16):
+            part = ids[None, start : min(start + 16, 149)]
+            found.append(model(part, **{cache_name(model): cache}).logits[0].argmax(-1))
+    ids[130:] = torch.cat(found)[129:]
+    cache, found = contender.cache(model, pin_prompt=False), []
+    with torch.no_grad():
+        for start in range(0, 149, 16):
+            part = ids[None, start : min(start + 16, 149)]
+            found.append(model(part, **{cache_name(model): cache}).logits[0].argmax(-1))
+    expected = int((torch.cat(found)[129:] == ids[130:]).sum())
+    got = answered(model, ids, 130, contender)
+    assert got["hits"] == expected > 0 and got["compactions"] == 2
+
+
+def test_an_answer_starts_with_the_first_token_that_differs(folder):
+    tokenizer = Subject(str(folder / "model")).tokenizer
+    made = example("recall", 80, 0, lambda text: len(tokenizer(text).input_ids))
+    ids, count = encoded(tokenizer, made)
+    assert tokenizer.decode(ids[:count]) == tokenizer.decode(tokenizer(made.text).input_ids)
+    assert ids[count:].tolist() == tokenizer(made.answer).input_ids
+
+
+def record(task, tokens, contender, hits, of, seed=0):
+    key = {
+        "task": task,
+        "tokens": tokens,
+        "model": "m",
+        "adapter": None,
+        "seed": seed,
+    } | contender.key
+    return key, {"hits": hits, "answer_tokens": of, "compactions": 1, "kv_bytes": 5}
+
+
+def test_lengths_at_which_the_full_cache_fails_are_left_out():
+    small = Contender(64)
+    records = [
+        *(record("recall", 100, FULL, 3, 3, seed) for seed in range(3)),
+        *(record("recall", 100, small, 3 - seed, 3, seed) for seed in range(3)),
+        record("recall", 200, FULL, 2, 3),
+        record("recall", 200, small, 3, 3),
+        *(record("copying", 100, FULL, 9, 10, seed) for seed in range(2)),
+        *(record("copying", 100, small, 4 + seed, 10, seed) for seed in range(2)),
+    ]
+    rows, notes = MemoryStudy(full_at_least=0.7).rows(records)
+    found = {(row["task"], row["budget"]): row for row in rows}
+    assert set(found) == {(t, b) for t in ("recall", "copying") for b in (None, 64)}
+    assert found["recall", 64]["score"] == pytest.approx(1 / 3)  # one of three without an error
+    assert found["recall", 64]["full_score"] == 1.0
+    assert found["copying", 64]["score"] == pytest.approx(9 / 20)
+    (note,) = notes
+    assert "recall at 200 tokens" in note and "0.00" in note
+
+
+def test_models_whose_folders_are_called_alike_are_told_apart():
+    records = []
+    for i, (path, adapter) in enumerate([("a/best", None), ("b/best", None), ("b/best", "c/lora")]):
+        key, result = record("recall", 100, FULL, 3 - i, 3)
+        records.append((key | {"model": path, "adapter": adapter}, result))
+    rows = [row for row, _ in grouped(records)]
+    assert [row["model"] for row in rows] == ["a/best", "b/best", "best + lora"]
+    two = [(records[0][0] | {"options": {"interval": n}}, {}) for n in (32, 64)]
+    assert len(grouped(two)) == 2
+
+
+# Running.
+
+
+def counted(works, calls):
+    def wrap(work):
+        def run_it(missing, advance):
+            calls.extend(work.keys[i]["n"] for i in missing)
+            return work.run(missing, advance)
+
+        return Work(work.keys, run_it, work.size)
+
+    return [wrap(work) for work in works]
+
+
+def squares(*groups):
+    return [
+        Work(
+            [{"n": n} for n in group],
+            lambda missing, advance, group=group: [{"square": group[i] ** 2} for i in missing],
+        )
+        for group in groups
+    ]
+
+
+def test_after_a_crash_nothing_is_run_twice_and_the_results_are_the_same(tmp_path):
+    works = squares([1, 2], [3], [4, 5], [6])
+    expected = run(works, tmp_path / "whole")
+    calls = []
+
+    def crash(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(counted(works, calls), tmp_path / "broken", crash)
+    assert calls == [1, 2, 3]
+    file = tmp_path / "broken" / "results-0.jsonl"
+    file.write_text(file.read_text() + '{"key": {"n": 4}, "resu')  # cut short by the crash
+    assert run(counted(works, calls), tmp_path / "broken") == expected
+    assert sorted(calls) == [1, 2, 3, 4, 5, 6]
+    assert run(counted(works, calls), tmp_path / "broken") == expected
+    assert len(calls) == 6
+    more = run(counted(squares([1, 2, 7], [3]), calls), tmp_path / "broken")
+    assert calls[6:] == [7] and [result["square"] for _, result in more] == [1, 4, 49, 9]
+
+
+def test_every_process_reads_what_the_others_wrote(tmp_path):
+    Journal(tmp_path, rank=1).write({"n": 3}, {"square": 9})
+    calls = []
+    got = run(counted(squares([2], [3]), calls), tmp_path)
+    assert calls == [2] and [result["square"] for _, result in got] == [4, 9]
+
+
+def test_progress_reaches_its_end(tmp_path):
+    seen = []
+
+    def slow(missing, advance):
+        advance(3)
+        advance(4)
+        return [{}]
+
+    run(
+        [Work([{"n": 1}], slow, 10), Work([{"n": 2}], slow, 10)],
+        tmp_path,
+        lambda *at: seen.append(at),
+    )
+    assert seen == [(0, 20), (3, 20), (7, 20), (10, 20), (13, 20), (17, 20), (20, 20)]
+
+
+def test_other_weights_under_the_same_path_are_another_subject(tmp_path):
+    save_checkpoint(tmp_path / "model")
+    before = Subject(str(tmp_path / "model")).key
+    assert Subject(str(tmp_path / "model")).key == before
+    save_checkpoint(tmp_path / "model")
+    assert Subject(str(tmp_path / "model")).key != before
+
+
+# Studies end to end.
+
+
+def test_a_fidelity_study_resumes_and_adds_contenders(folder, tmp_path):
+    subject = Subject(str(folder / "model"), device="cpu")
+    study = FidelityStudy(str(folder / "text.txt"), tokens=200, windows=2, prompt=40, step=8)
+    some = [Contender(64, scorer, SMALL) for scorer in ("knorm", "centroid")]
+    first = run(list(study.works(subject, some[:1])), tmp_path)
+    both = run(list(study.works(subject, some)), tmp_path)
+    assert len((tmp_path / "results-0.jsonl").read_text().splitlines()) == 4
+    assert [pair for pair in both if pair[0]["scorer"] == "knorm"] == first
+    rows, _ = study.rows(both)
+    assert [row["scorer"] for row in rows] == ["knorm", "centroid"]
+    for row in rows:
+        assert row["kl_low"] < row["kl"] < row["kl_high"] and 0 < row["mass"] < 1
+        assert row["budget"] == 64 and row["compactions"] >= 3
+    with pytest.raises(ValueError, match="tokens: at most"):
+        list(FidelityStudy(str(folder / "text.txt"), tokens=10_000).works(subject, some))
+
+
+def test_sampled_answers_and_their_pass_at_k_are_counted(folder, tmp_path):
+    subject = Subject(str(folder / "model"), device="cpu")
+    study = TaskStudy(
+        "q", load_problems(str(folder / "questions.jsonl")), 6, 4, (0, 1, 2), 1.0, 0.9, ks=(1, 3)
+    )
+    records = run(list(study.works(subject, [FULL])), tmp_path)
+    assert len(records) == 6  # two batches, three seeds
+    texts = Counter(answer["text"] for _, result in records for answer in result["problems"])
+    assert len(texts) > 6
+    (row,), (note,) = study.rows(records)
+    assert row["problems"] == len(QUESTIONS) == 6 and row["seeds"] == 3
+    assert row["pass@3"] >= row["accuracy"] and 1 <= row["mean_tokens"] <= 6
+    assert "3 by math-verify, 3 by string" in note
+    again = run(list(study.works(subject, [FULL])), tmp_path / "again")
+    assert again == records
+
+
+def test_one_row_of_a_batch_is_what_it_is_alone(folder, tmp_path):
+    subject = Subject(str(folder / "model"), device="cpu", dtype="float32")
+    problems = load_problems(str(folder / "questions.jsonl"))
+    texts = {}
+    for size in (1, 6):
+        study = TaskStudy("q", problems, 12, size, template="{question} the")
+        records = run(list(study.works(subject, [FULL])), tmp_path / str(size))
+        texts[size] = [a["text"] for _, result in records for a in result["problems"]]
+    assert texts[1] == texts[6]
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="seeds: one expected with temperature 0"):
+        TaskStudy("q", [], seeds=(0, 1))
+    with pytest.raises(ValueError, match="ks: 1 to the number of seeds"):
+        TaskStudy("q", [], seeds=(0, 1), temperature=1.0, ks=(3,))
+    with pytest.raises(ValueError, match="template"):
+        TaskStudy("q", [], template="hello")
+
+
+# Tables and plots.
+
+ROWS = [
+    {"model": "m", "budget": None, "scorer": "-", "accuracy": 0.5, "accuracy_low": 0.4,
+     "accuracy_high": 0.6, "mass": None, "by_layer": [1, 2], "kv_bytes": 2**21},
+    {"model": "m", "budget": 64, "scorer": "knorm", "accuracy": 0.25, "accuracy_low": None,
+     "accuracy_high": None, "mass": 0.125, "by_layer": [3], "kv_bytes": 2**20},
+]  # fmt: skip
+
+
+def test_tables_say_the_same_in_every_form(tmp_path):
+    lines = markdown(ROWS).splitlines()
+    assert lines[0] == "| model | budget | scorer | accuracy | mass | KV memory |"
+    assert lines[2:] == [
+        "| m | full | - | 0.5 [0.4, 0.6] | - | 2.0 MiB |",
+        "| m | 64 | knorm | 0.25 | 0.125 | 1.0 MiB |",
+    ]
+    read = list(csv.DictReader(io.StringIO(comma_separated(ROWS))))
+    assert [row["accuracy"] for row in read] == ["0.5", "0.25"] and read[0]["mass"] == ""
+    save(ROWS, ["a note"], tmp_path / "new", "tasks")
+    assert json.loads((tmp_path / "new" / "tasks.json").read_text()) == {
+        "rows": ROWS,
+        "notes": ["a note"],
+    }
+    assert (tmp_path / "new" / "tasks.md").read_text() == markdown(ROWS) + "\n\na note\n"
+
+
+def test_plots_show_every_row():
+    pytest.importorskip("matplotlib")
+    rows = [*ROWS, ROWS[1] | {"budget": 128, "accuracy": 0.4, "kv_bytes": 3 * 2**19}]
+    (axes,) = plot(rows).axes
+    full, knorm = axes.lines[0], axes.lines[1]
+    assert list(full.get_ydata()) == [0.5, 0.5]
+    assert list(knorm.get_xdata()) == [64, 128] and list(knorm.get_ydata()) == [0.25, 0.4]
+    (axes,) = plot(rows, "kv_bytes").axes
+    assert sorted(x for line in axes.lines[:6] for x in line.get_xdata())[-1] == 2.0
+    with pytest.raises(ValueError, match="against"):
+        plot(rows, "bytes")
+    with pytest.raises(ValueError, match="rows"):
+        plot([{"budget": 1}])
