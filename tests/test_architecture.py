@@ -9,7 +9,8 @@ PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
     {"blocks", "compat", "device", "rope", "settings", "positions", "kernels.moments"}
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention", "kernels.triton_write_kv"},
-    {"kernels.reference", "kernels.triton_score_tokens", "summaries"},
+    {"kernels.reference", "kernels.triton_attention_mass", "kernels.triton_score_tokens"},
+    {"summaries"},
     {"kernels", "ledger", "architectures", "centroids"},
     {"contract", "storage", "scoring", "places", "layer_calibration"},
     {"attention", "compaction", "calibration", "peers"},
@@ -37,6 +38,7 @@ KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "comp
 KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
 KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner"}
 KNOW_TRITON = {
+    "kernels.triton_attention_mass",
     "kernels.triton_move_slots",
     "kernels.triton_paged_attention",
     "kernels.triton_score_tokens",
@@ -108,7 +110,7 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4100, "statistics": 870, "kernels": 800, "evaluation": 1130, "cli": 450}
+    limits = {"kvpage": 4100, "statistics": 870, "kernels": 960, "evaluation": 1130, "cli": 450}
     counts = dict.fromkeys(limits, 0)
     for path in paths:
         shares = path.stem in SHARE_STATISTICS

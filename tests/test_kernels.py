@@ -155,6 +155,126 @@ def test_bytes_to_move_count_every_tensor_once_and_moved_tokens_twice(triton):
     assert triton.call(bytes_to_move, "move_slots", blocks, source, source[:, 0]) == expected
 
 
+# Attention mass.
+
+
+def mass_inputs(
+    batch: int = 2,
+    kv_heads: int = 2,
+    groups: int = 3,
+    live: int = 70,
+    dim: int = 64,
+    places: int = 20,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(live + places)
+    keys = torch.randn(batch, kv_heads, live, dim).to(dtype)
+    return keys, 2 * torch.randn(batch, places, kv_heads * groups, dim).to(dtype)
+
+
+def hide(keys: Tensor, queries: Tensor) -> dict[str, Tensor]:
+    """Pads and other hidden keys, unequal weights, some 0; what those hide becomes NaN."""
+    visible = torch.rand(keys.shape[:3]) < 0.7
+    visible[..., -1] = True
+    visible[0, :, : keys.shape[2] // 2] = False
+    weights = torch.rand(queries.shape[:2])
+    weights[0, ::3] = 0.0
+    keys[~visible], queries[weights == 0] = torch.nan, torch.nan
+    return {"visible": visible, "weights": weights}
+
+
+def naive_mass(keys, queries, scale, visible=None, weights=None) -> Tensor:
+    """One query after the other, over visible keys only, in float64."""
+    (batch, kv_heads, live, _), (_, places, heads, _) = keys.shape, queries.shape
+    mass = torch.zeros(batch, heads, live, dtype=torch.float64)
+    weights = torch.ones(batch, places) if weights is None else weights
+    for row in range(batch):
+        used = weights[row].nonzero()[:, 0].tolist()
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            seen = torch.arange(live) if visible is None else visible[row, kv_head].nonzero()[:, 0]
+            for s in used:
+                logits = keys[row, kv_head, seen].double() @ queries[row, s, head].double() * scale
+                share = weights[row, s].double() / weights[row].double().sum()
+                mass[row, head, seen] += share * logits.softmax(dim=0)
+    return mass
+
+
+def check_mass_of_reference(keys: Tensor, queries: Tensor, **given: Tensor) -> Tensor:
+    exact = naive_mass(keys, queries, 0.1, **given)
+    got = reference.attention_mass(keys, queries, 0.1, **given)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-7)
+    double = reference.attention_mass(keys, queries.double(), 0.1, **given)
+    assert double.dtype == torch.float64
+    # weights are scaled in float32
+    torch.testing.assert_close(double, exact, rtol=1e-6, atol=1e-14)
+    return got
+
+
+every_chunk = pytest.mark.parametrize("elements", [1, 150, 800, 5000, None])
+
+
+@every_chunk
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_mass_is_that_of_a_softmax_however_it_is_chunked(monkeypatch, groups, elements, hidden):
+    """5000: queries in chunks; 800: keys too; 1: one query and key at a time."""
+    if elements is not None:
+        monkeypatch.setattr(reference, "MASS_ELEMENTS", elements)
+        monkeypatch.setattr(reference, "SCRATCH_ELEMENTS", elements)
+    live, places = (7, 5) if elements == 1 else (70, 20)
+    keys, queries = mass_inputs(groups=groups, live=live, places=places)
+    check_mass_of_reference(keys, queries, **(hide(keys, queries) if hidden else {}))
+
+
+@pytest.mark.parametrize("elements", [150, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("live", [1, 2, 15, 300])
+def test_mass_of_keys_and_queries_of_any_dtype(monkeypatch, live, dtype, elements):
+    if elements is not None:
+        monkeypatch.setattr(reference, "MASS_ELEMENTS", elements)
+        monkeypatch.setattr(reference, "SCRATCH_ELEMENTS", elements)
+    keys, queries = mass_inputs(live=live, dim=80, places=3, dtype=dtype)
+    check_mass_of_reference(keys, queries)
+    check_mass_of_reference(keys, queries.float(), **hide(keys, queries))
+
+
+MASS_KEYS = pytest.mark.parametrize(
+    "keys",
+    [
+        torch.randn(2, 33, 2, 64).transpose(1, 2),
+        torch.randn(2, 2, 64, 33).mT,
+        torch.randn(1, 2, 33, 64).expand(2, -1, -1, -1),
+        torch.randn(4, 3, 99, 70)[1:3, 1:, ::3, 5:-1],
+        torch.randn(2, 2, 10, 16, 64)[:, :, 3:7].flatten(2, 3)[:, :, :33],
+    ],
+    ids=["heads inside", "tokens inside", "one row twice", "sliced", "blocks"],
+)
+
+
+@MASS_KEYS
+def test_mass_of_keys_that_lie_in_any_way(monkeypatch, keys):
+    _, queries = mass_inputs()
+    check_mass_of_reference(keys, queries)
+    monkeypatch.setattr(reference, "MASS_ELEMENTS", 300)
+    check_mass_of_reference(keys, queries.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def test_mass_of_each_head_sums_to_one_unless_nothing_is_seen_or_weighted():
+    keys, queries = mass_inputs(batch=3)
+    visible, weights = torch.ones(3, 2, 70, dtype=torch.bool), torch.rand(3, 20)
+    visible[0, 1], weights[1] = False, 0.0
+    mass = reference.attention_mass(keys, 50 * queries, 1.0, visible, weights)
+    expected = torch.ones(3, 6)
+    expected[0, 3:], expected[1] = 0.0, 0.0
+    torch.testing.assert_close(mass.sum(dim=2), expected)
+    assert not mass[0, 3:].any() and not mass[1].any()
+    scaled = reference.attention_mass(keys, 50 * queries, 1.0, visible, 4 * weights)
+    assert torch.equal(scaled, mass)
+    assert reference.attention_mass(keys[:, :, :0], queries, 1.0).shape == (3, 6, 0)
+
+
 # Moving tokens.
 
 
@@ -293,7 +413,7 @@ def test_addresses_beyond_32_bits(triton, tmp_path):
 # Which version runs.
 
 
-OPS = ("score_tokens", "move_slots", "write_kv", "paged_attention")
+OPS = ("score_tokens", "attention_mass", "move_slots", "write_kv", "paged_attention")
 
 
 def run_every_op(dtype: torch.dtype = torch.float32) -> None:
@@ -301,6 +421,7 @@ def run_every_op(dtype: torch.dtype = torch.float32) -> None:
         keys, (u, w) = torch.empty(2, 2, 9, 64), queries(2, 64, 32)
         new, row, ends = torch.empty(2, 2, 1, 64), torch.empty(2, 1), torch.empty(2)
         kernels.score_tokens(keys, u.to(dtype), w.to(dtype))
+        kernels.attention_mass(keys, u.unsqueeze(1).to(dtype), 1.0)
         kernels.move_slots(keys, keys, keys, keys)
         kernels.write_kv(keys, keys, new, new, row, ends)
         kernels.paged_attention(u.to(dtype), keys, keys, row, ends, 1.0, window=3)
@@ -323,7 +444,8 @@ def test_tensors_on_a_gpu_go_to_triton_unless_they_ask_for_float64(calls):
     calls.clear()
     run_every_op(torch.float64)
     assert calls == [
-        "plain score_tokens", "triton move_slots", "triton write_kv", "plain paged_attention"
+        "plain score_tokens", "plain attention_mass", "triton move_slots", "triton write_kv",
+        "plain paged_attention",
     ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ import kvpage.kernels.reference as reference
 from kvpage.kernels.moments import Moments
 from kvpage.kernels.reference import norms
 
-__all__ = ["Moments", "move_slots", "norms", "paged_attention", "score_tokens", "write_kv"]
+__all__ = ["Moments", "attention_mass", "norms", "move_slots", "paged_attention"]
+__all__ += ["score_tokens", "write_kv"]
 
 
 def score_tokens(
@@ -34,6 +35,22 @@ def score_tokens(
         from kvpage.kernels.triton_score_tokens import score_tokens as launch
 
         return launch(keys, direction, norm_weight, interleaved, candidates)
+
+
+def attention_mass(
+    keys: Tensor,
+    queries: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """How much attention queries pay to every key: see `reference.attention_mass`."""
+    if keys.device.type != "cuda" or queries.dtype == torch.float64:
+        return reference.attention_mass(keys, queries, scale, visible, weights)
+    with _triton_on(keys.device):
+        from kvpage.kernels.triton_attention_mass import attention_mass as launch
+
+        return launch(keys, queries, scale, visible, weights)
 
 
 def move_slots(blocks: Tensor, source: Tensor, target: Tensor, into: Tensor) -> None:

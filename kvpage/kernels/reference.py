@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from kvpage.kernels.moments import Moments
 
 SCRATCH_ELEMENTS = 1 << 16
 """Elements of scratch a chunk may use: with the few float32 buffers live at once, below 1 MiB."""
+MASS_ELEMENTS = 1 << 17
+"""The same for `attention_mass`, which has one such buffer."""
+GPU_MASS_ELEMENTS = 1 << 25
+LEAST_ROWS = 16
+MOST_ROWS = 256
 
 
 def score_tokens(
@@ -62,6 +69,91 @@ def moments(scores: Tensor, candidates: Tensor) -> Moments:
     highest = grouped.masked_fill(~counts, -torch.inf).amax(dim=-1)
     parts = mean, (squares / count).sqrt(), lowest, highest
     return Moments(*(part.reshape(batch, -1) for part in parts))
+
+
+def attention_mass(
+    keys: Tensor,
+    queries: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """How much attention sampled queries pay to every key: `sum_s w_s softmax_k(scale q_s . k)`.
+
+    keys: `[B, Hkv, L, D]`, any float dtype, any strides; queries: `[B, S, H, D]`, any float dtype,
+    rotated, query heads of a KV head one after the other. Returns float32 `[B, H, L]`; all in
+    float64 if `queries` is.
+    visible: bool `[B, Hkv, L]`; a key that is not gets no attention. weights `w`: float32 `[B, S]`,
+    none negative, scaled here to sum to 1 per row; without them all queries count the same. A
+    hidden key and a query of weight 0 are never used, whatever they hold. A row whose weights are
+    all 0 gets zeros, and so does a KV head that sees nothing.
+    """
+    (batch, kv_heads, live, _), (_, count, heads, _) = keys.shape, queries.shape
+    groups = heads // kv_heads
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    mass = torch.zeros(batch, heads, live, dtype=dtype, device=keys.device)
+    weights = torch.ones(batch, count, device=keys.device) if weights is None else weights
+    total = weights.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    weights = (weights / total).to(dtype)
+    used = (weights != 0)[:, :, None, None]
+    diagonal = torch.eye(groups, dtype=dtype, device=keys.device)
+    most = MASS_ELEMENTS if keys.device.type == "cpu" else GPU_MASS_ELEMENTS
+    width = live if live * LEAST_ROWS <= most else max(1, most // min(count * groups, MOST_ROWS))
+    pieces = -(-count // max(1, most // max(1, width * groups)))
+    scratch = mass.new_empty(groups * -(-count // pieces) * width)
+    for row, kv_head in product(range(batch), range(kv_heads)):
+        of_head = slice(kv_head * groups, (kv_head + 1) * groups)
+        tiles = keys[row, kv_head].split(width)
+        seen = None if visible is None else visible[row, kv_head]
+        parts = queries[row, :, of_head], used[row], weights[row, :, None, None] * diagonal
+        for q, is_used, w in zip(*(part.chunk(pieces) for part in parts), strict=True):
+            q = torch.where(is_used, q, 0).to(dtype).flatten(0, 1)  # [C G, D]
+            add_mass(mass[row, of_head], tiles, q, scale, seen, w.flatten(0, 1).T, scratch)
+    if visible is not None:
+        mass.view(batch, kv_heads, groups, live).masked_fill_(~visible[:, :, None], 0)
+    return mass
+
+
+def add_mass(
+    mass: Tensor,
+    tiles: tuple[Tensor, ...],
+    queries: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    weights: Tensor,
+    scratch: Tensor,
+) -> None:
+    """Add to `mass` `[G, L]` what `queries` `[R, D]`, of `weights` `[G, R]`, pay to the keys of one
+    KV head: `tiles` `[T, D]`, with more than one each multiplied twice, first for what it has of
+    every query's total."""
+    rows, width = len(queries), len(tiles[0])
+    out = scratch[: rows * width].view(rows, width)
+    seen = [None] * len(tiles) if visible is None else visible.split(width)
+    known: list[Tensor] = [weights]
+    if len(tiles) > 1:
+        logs = [
+            logits(queries, k, scale, part, out).logsumexp(dim=1)
+            for k, part in zip(tiles, seen, strict=True)
+        ]
+        known = list(torch.stack(logs).softmax(dim=0)[:, None] * weights)  # [G, R] each
+    for k, part, w, total in zip(tiles, seen, known, mass.split(width, dim=1), strict=True):
+        shares = logits(queries, k, scale, part, out)
+        total.addmm_(w, torch.softmax(shares, dim=1, out=shares))
+
+
+def logits(
+    queries: Tensor, keys: Tensor, scale: float, visible: Tensor | None, out: Tensor
+) -> Tensor:
+    """`scale` times `[R, D]` times `[T, D]`, -inf where a key is not visible, in `out` `[R, >= T]`.
+    Keys of another dtype are promoted in chunks."""
+    out = out[:, : len(keys)]
+    chunk = len(keys) if keys.dtype == queries.dtype else SCRATCH_ELEMENTS // keys.shape[1]
+    chunk = max(1, chunk)
+    for part, k in zip(out.split(chunk, dim=1), keys.split(chunk), strict=True):
+        torch.addmm(part, queries, k.to(queries.dtype).mT, beta=0, alpha=scale, out=part)
+    if visible is not None:  # not `masked_fill_`, which takes as long as the product
+        out.index_fill_(1, (~visible).nonzero()[:, 0], -torch.inf)
+    return out
 
 
 def norms(keys: Tensor) -> Tensor:
