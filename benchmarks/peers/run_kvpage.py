@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 import kvpage
-from kvpage.scoring import SCORERS
+from kvpage.scorers import SCORERS
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import kvpage.kernels.reference as reference
 from kvpage.kernels.moments import Moments
 from kvpage.kernels.reference import norms
 
-__all__ = ["Moments", "attention_mass", "norms", "move_slots", "paged_attention"]
+__all__ = ["Moments", "attention_mass", "move_slots", "norms", "paged_attention"]
 __all__ += ["score_tokens", "write_kv"]
 
 
