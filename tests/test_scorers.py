@@ -111,7 +111,7 @@ def case(rope, padded=False):
     """Two rows, the second with pads or fewer queries."""
     torch.manual_seed(3)
     positions = torch.stack(
-        [torch.randperm(NEXT)[:LIVE].sort().values for _ in range(2 * KV_HEADS)]
+        [torch.randperm(NEXT - 4)[:LIVE].sort().values for _ in range(2 * KV_HEADS)]
     )
     positions = positions.view(2, KV_HEADS, LIVE).int()
     if padded:
@@ -160,7 +160,8 @@ def naive_sampled(tokens, row, kv_head):
             query = rotate(query, [ahead], statistics.rope)[0]
             logits = SCALE * (tokens.keys[row, kv_head].double() @ query)
             total += naive_softmax(logits.tolist(), seen_by(tokens, row, kv_head)) / count / 2
-    return total * tokens.values[row, kv_head].double().norm(dim=-1)
+    age = int(tokens.next_position[row]) - tokens.positions[row, kv_head].double()
+    return total * tokens.values[row, kv_head].double().norm(dim=-1) / age.sqrt()
 
 
 def naive_expected_attention(tokens, row, kv_head):
