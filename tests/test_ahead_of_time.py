@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvpage.kernels import (
+    triton_attention_mass,
     triton_move_slots,
     triton_paged_attention,
     triton_score_tokens,
@@ -43,6 +44,20 @@ SCORE = {
     "dim_stride": 1,
     "kv_heads": "i32",
     "live": "i32",
+}
+MASS = {
+    "weights": "*fp32",
+    "totals": "*fp32",
+    "mass": "*fp32",
+    "row_stride": "i64",
+    "head_stride": "i64",
+    "token_stride": "i32",
+    "dim_stride": 1,
+    "kv_heads": "i32",
+    "live": "i32",
+    "places": "i32",
+    "splits": "i32",
+    "scale": "fp32",
 }
 MOVE = {
     "source": "*i64",
@@ -163,6 +178,38 @@ def test_score_tokens_spills_nothing(target, tmp_path, dtype, heads):
     kernel = triton_score_tokens.score_tokens_kernel
     binary = compiled(kernel, SCORE | {"keys": f"*{dtype}"}, shape, target)
     assert spills(binary, target, tmp_path) == 0
+
+
+@pytest.mark.parametrize("kernel", ["total", "mass"])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "dim", "places", "hidden"),
+    [
+        ("bf16", 3, 64, 64, True),
+        ("bf16", 1, 64, 16, False),
+        ("bf16", 4, 80, 64, True),
+        ("bf16", 8, 96, 32, False),
+        ("bf16", 8, 128, 128, True),
+        ("fp16", 4, 128, 64, False),
+        ("bf16", 4, 256, 64, True),
+        ("fp32", 3, 64, 64, True),
+        ("fp32", 4, 128, 64, True),
+        ("fp32", 4, 256, 128, True),
+    ],
+    ids=str,
+)
+def test_attention_mass_spills_nothing_and_loads_ahead(
+    target, tmp_path, dtype, groups, dim, places, hidden, kernel
+):
+    shape = triton_attention_mass.launch_shape(groups, dim, places, int(dtype[-2:]) // 8)
+    types = MASS | {"visible": "*u8" if hidden else None}
+    types |= dict.fromkeys(("keys", "queries"), f"*{dtype}")
+    if kernel == "mass":
+        shape["SPLITS"] = triton_attention_mass.MOST_SPLITS
+    binary = compiled(getattr(triton_attention_mass, f"{kernel}_kernel"), types, shape, target)
+    assert spills(binary, target, tmp_path) == 0
+    assert binary.metadata.shared <= 64 * 1024  # what gfx942 has
+    if target.backend == "cuda":
+        assert binary.asm["ttgir"].count("async_copy_global_to_local") > 1
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,19 @@ def bytes_to_move(op: str, *args: Tensor) -> int:
     return import_module(f"kvpage.kernels.triton_{op}").bytes_to_move(*args)
 
 
+def flops(keys: Tensor, queries: Tensor) -> int:
+    return import_module("kvpage.kernels.triton_attention_mass").flops(keys, queries)
+
+
 def test_bytes_to_move_count_every_tensor_once_and_moved_tokens_twice(triton):
     keys, (u, w) = torch.empty(2, 2, 9, 64, dtype=torch.float16), queries(3, 64, 32)
     expected = sum(t.nbytes for t in (keys, u, w, reference.score_tokens(keys, u, w)[0]))
     assert triton.call(bytes_to_move, "score_tokens", keys, u, w) == expected
+    sampled = torch.empty(2, 5, 6, 64, dtype=torch.float16)
+    expected = 2 * (keys.nbytes + sampled.nbytes) + 2 * 6 * 9 * 4
+    assert triton.call(bytes_to_move, "attention_mass", keys, sampled) == expected
+    each = sampled.numel() * keys.shape[2]  # a multiplication and an addition, in both kernels
+    assert triton.call(flops, keys, sampled) == 2 * (each + each)
     blocks, source = torch.empty(2, 5, 4, 64), torch.zeros(3, 2, 7, dtype=torch.int64)
     expected = 2 * 3 * 2 * 7 * 64 * 4 + 8 * 3 * 7 * (2 + 1)
     assert triton.call(bytes_to_move, "move_slots", blocks, source, source[:, 0]) == expected
@@ -275,6 +284,58 @@ def test_mass_of_each_head_sums_to_one_unless_nothing_is_seen_or_weighted():
     assert reference.attention_mass(keys[:, :, :0], queries, 1.0).shape == (3, 6, 0)
 
 
+def check_mass(triton, keys: Tensor, queries: Tensor, splits: int | None = None, **given) -> None:
+    """Within twice the error of the float32 reference, or what one unit in the last place of the
+    largest logit makes of the largest mass."""
+    exact = reference.attention_mass(keys, queries.double(), 0.1, **given)
+    plain = reference.attention_mass(keys, queries, 0.1, **given)
+    got = triton("attention_mass", keys, queries, 0.1, *given.values(), splits=splits)
+    assert got.dtype == torch.float32 and got.shape == exact.shape
+    k, q = keys.double().nan_to_num(), queries.double().nan_to_num().transpose(1, 2)
+    largest = 0.1 * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT).abs().max()
+    error, allowed = (got - exact).abs().max(), (plain - exact).abs().max()
+    unit = torch.finfo(torch.float32).eps * largest.clamp_min(1)
+    assert error <= max(2 * allowed, unit * exact.max())
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_mass_equals_the_reference(triton, dim, groups, hidden):
+    keys, queries = mass_inputs(groups=groups, dim=dim, dtype=torch.bfloat16)
+    check_mass(triton, keys, queries, **(hide(keys, queries) if hidden else {}))
+
+
+@pytest.mark.parametrize("splits", [None, 4])
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mass_equals_the_reference_at_odd_lengths(triton, live, dtype, splits):
+    keys, queries = mass_inputs(live=live, dim=24, places=live % 7 + 15, dtype=dtype)
+    check_mass(triton, keys, queries, splits, **hide(keys, queries))
+
+
+@MASS_KEYS
+def test_triton_mass_of_keys_that_lie_in_any_way(triton, keys):
+    check_mass(triton, keys, mass_inputs()[1])
+
+
+def test_triton_rounds_queries_to_the_dtype_of_the_keys(triton):
+    keys, queries = mass_inputs(dtype=torch.bfloat16)[0], mass_inputs()[1]
+    got = triton("attention_mass", keys, queries, 0.1)
+    assert torch.equal(got, triton("attention_mass", keys, queries.bfloat16(), 0.1))
+
+
+def test_triton_mass_is_zero_where_nothing_is_seen_or_weighted(triton):
+    keys, queries = mass_inputs(batch=3)
+    visible, weights = torch.ones(3, 2, 70, dtype=torch.bool), torch.rand(3, 20)
+    visible[0, 1], visible[2, :, 30:], weights[1] = False, False, 0.0
+    mass = triton("attention_mass", keys, queries, 0.1, visible, weights, splits=2)
+    assert not mass[0, 3:].any() and not mass[1].any() and not mass[2, :, 30:].any()
+    sums = torch.stack((mass[0, :3], mass[2, :3])).sum(dim=2)
+    torch.testing.assert_close(sums, torch.ones(2, 3))
+    assert triton("attention_mass", keys[:, :, :0], queries, 1.0).shape == (3, 6, 0)
+
+
 # Moving tokens.
 
 
@@ -396,6 +457,9 @@ def far_slots(path: str) -> bool:
         u, w = queries(2, 64, 32, batch=1, kv_heads=keys.shape[1])
         got, _ = triton_version("score_tokens")(keys, u, w)
         torch.testing.assert_close(got, reference.score_tokens(keys, u, w)[0], atol=1e-4, rtol=0)
+        sampled = u[:, None].to(keys.dtype)
+        got = triton_version("attention_mass")(keys, sampled, 0.1)
+        torch.testing.assert_close(got, reference.attention_mass(keys, sampled, 0.1))
     expected = tokens[:, 1::2].clone()
     source = torch.arange(slots - 39, slots, 2).expand(1, 4, -1)
     triton_version("move_slots")(blocks, source, torch.arange(slots - 40, slots - 20)[None], blocks)

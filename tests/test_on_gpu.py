@@ -67,7 +67,7 @@ def poisoned(shape: tuple[int, ...], tables: Tensor, stops: list[int], dtype) ->
     return blocks.to(dtype)
 
 
-# The four ops.
+# The ops.
 
 
 SCORED = [  # dtype, head_dim, bands, query heads per KV head, interleaved, live tokens
@@ -93,6 +93,34 @@ def test_scores_equal_the_reference(dtype, dim, bands, groups, interleaved, live
     got = kernels.score_tokens(keys.cuda(), u.cuda(), w.cuda(), interleaved)[0]
     plain = reference.score_tokens(keys, u, w, interleaved)[0]
     check_close(got, plain, reference.score_tokens(keys, u.double(), w.double(), interleaved)[0])
+
+
+SAMPLED = [  # dtype, head_dim, query heads per KV head, sampled queries, live tokens
+    (BF16, 128, 4, 64, 1),
+    (BF16, 128, 4, 64, 2175),
+    (BF16, 128, 8, 17, 301),
+    (FP16, 64, 3, 128, 301),
+    (FP32, 64, 3, 64, 301),
+    (BF16, 80, 1, 16, 301),
+    (BF16, 96, 2, 33, 301),
+    (BF16, 256, 4, 64, 301),
+    (FP32, 256, 4, 64, 301),
+]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "groups", "places", "live"), SAMPLED)
+def test_mass_equals_the_reference(dtype, dim, groups, places, live):
+    """Hidden keys and unweighted queries are NaN."""
+    keys = torch.randn(2, 2, live, dim).to(dtype)
+    queries = torch.randn(2, places, 2 * groups, dim).to(dtype)
+    visible, weights = torch.rand(2, 2, live) < 0.8, torch.rand(2, places)
+    visible[..., -1], weights[:, 1::4] = True, 0.0
+    keys[~visible], queries[weights == 0] = torch.nan, torch.nan
+    rest = dim**-0.5, visible, weights
+    k, q, *given = (x.cuda() for x in (keys, queries, visible, weights))
+    got = kernels.attention_mass(k, q, dim**-0.5, *given)
+    plain = reference.attention_mass(keys, queries, *rest)
+    check_close(got, plain, reference.attention_mass(keys, queries.double(), *rest))
 
 
 ATTENDED = [  # dtype, head_dim of keys and of values, query heads per KV head

@@ -20,8 +20,10 @@ from torch import Tensor
 from kvpage.kernels.triton_paged_attention import LOG2E, NEVER, count_splits, multiprocessors
 
 TILE_BYTES = 16384
-"""Keys of a tile, and queries of one: three of each fit the 99 KiB of sm_89."""
+"""Keys of a tile, and queries of one: the queries and the tiles on their way fit 64 KiB."""
 MOST_TILE = 64
+MOST_FLOAT32_TILE = 32
+"""Without tensor cores both factors lie in registers: 64 spill."""
 MOST_SPLITS = 16
 """The second kernel merges the parts of every query for each tile of keys."""
 
@@ -134,7 +136,8 @@ def launch_shape(groups: int, dim: int, places: int, element_size: int) -> dict[
     """The compile-time parameters and launch options of both kernels, the same for sm_80, sm_89,
     sm_90 and gfx942."""
     padded = max(16, triton.next_power_of_2(dim))
-    tile = min(MOST_TILE, max(16, TILE_BYTES // (padded * element_size)))
+    most = MOST_TILE if element_size < 4 else MOST_FLOAT32_TILE
+    tile = min(most, max(16, TILE_BYTES // (padded * element_size)))
     return {
         "GROUPS": groups,
         "DIM": dim,
@@ -142,7 +145,7 @@ def launch_shape(groups: int, dim: int, places: int, element_size: int) -> dict[
         "ROWS": min(tile, max(16, triton.next_power_of_2(places))),
         "TILE": tile,
         "num_warps": 4,
-        "num_stages": 2,
+        "num_stages": 3 if element_size < 4 else 2,
         "enable_fp_fusion": True,
     }
 
