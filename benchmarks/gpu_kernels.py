@@ -3,7 +3,7 @@
 python benchmarks/gpu_kernels.py --out gpu-results
 python benchmarks/gpu_kernels.py --shape tiny --device cpu
 
-Checks the four ops against their references and float64 and exits with 1 if one is wrong. Then
+Checks the five ops against their references and float64 and exits with 1 if one is wrong. Then
 times each with CUDA events and a flushed L2, medians of 50, and gives the bytes it can't do without
 per second, beside a copy from device to device measured in the same run; attention also beside
 SDPA over contiguous keys and values, flash-attn and FlashInfer, where installed and right. Then a
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"benchmark": "kernels", "wrong": wrong}))
             return 1
         print(
-            "the four ops are right: against their references and float64, with NaN in free slots"
+            "the five ops are right: against their references and float64, with NaN in free slots"
         )
         stopwatch = Stopwatch(device, shape.repeats)
         copy = measure_copy(stopwatch)

@@ -133,6 +133,12 @@ def scorer_inputs(case: PagedCase) -> tuple[Tensor, Tensor]:
     )
 
 
+def sampled_queries(case: PagedCase, heads: Heads, count: int = 64) -> Tensor:
+    """Queries `[B, count, H, D]` that pay attention."""
+    shape = (len(case.stops), count, heads.heads, heads.dim)
+    return torch.randn(shape, device=case.query.device, dtype=case.query.dtype)
+
+
 def compaction_of(case: PagedCase, live: int, kept: int) -> tuple[Tensor, Tensor]:
     """Physical slots `[B, Hkv, kept]` of random survivors and `[B, kept]` they move to, int64."""
     kv_heads, _, size, _ = case.keys.shape
@@ -159,7 +165,7 @@ def bytes_of(op: str, *args: object) -> int | None:
 
 
 def wrong_kernels(device: torch.device, heads: Heads) -> list[str]:
-    """What of the four ops is not as its reference and float64 have it, at small odd shapes."""
+    """What of the ops is not as its reference and float64 have it, at small odd shapes."""
     wrong = []
     for scattered in (False, True):
         for stops in ((1,), (17, 300, 64), (1029, 3)):
@@ -179,6 +185,11 @@ def wrong_kernels(device: torch.device, heads: Heads) -> list[str]:
             reference.score_tokens(keys, u.double(), w.double())[0],
         ):
             wrong.append(f"score_tokens: {live} tokens, scattered {scattered}")
+        sampled = sampled_queries(case, heads)
+        plain = reference.attention_mass(keys, sampled, case.scale)
+        exact = reference.attention_mass(keys, sampled.double(), case.scale)
+        if not _close(kernels.attention_mass(keys, sampled, case.scale), plain, exact):
+            wrong.append(f"attention_mass: {live} tokens, scattered {scattered}")
         source, target = compaction_of(case, live, live - 100)
         moved, expected = case.keys.clone(), case.keys.clone()
         kernels.move_slots(moved, source, target, moved)
@@ -233,11 +244,15 @@ def works(heads: Heads, batch: int, tokens: int, device: torch.device) -> list[W
     keys, (u, w) = case.keys_of(tokens), scorer_inputs(case)
     moved = bytes_of("score_tokens", keys, u, w)
     found.append(Work("score_tokens", "", lambda: kernels.score_tokens(keys, u, w), moved))
+    sampled = sampled_queries(case, heads)
+    moved = bytes_of("attention_mass", keys, sampled)
+    run = lambda: kernels.attention_mass(keys, sampled, case.scale)  # noqa: E731
+    found.append(Work("attention_mass", f"{sampled.shape[1]} queries", run, moved))
     kept = tokens - tokens // 16
     source, target = compaction_of(case, tokens, kept)
     moved = bytes_of("move_slots", case.keys, source, target)
-    run = lambda: kernels.move_slots(case.keys, source, target, case.keys)  # noqa: E731
-    found.append(Work("move_slots", f"keys, {kept:,} stay", run, moved))
+    move = lambda: kernels.move_slots(case.keys, source, target, case.keys)  # noqa: E731
+    found.append(Work("move_slots", f"keys, {kept:,} stay", move, moved))
     return found
 
 

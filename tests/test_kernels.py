@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from interpreted import triton_version
 from test_storage import PLANS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from kvpage import kernels
 from kvpage.blocks import Layout
@@ -282,6 +284,18 @@ def test_mass_of_each_head_sums_to_one_unless_nothing_is_seen_or_weighted():
     scaled = reference.attention_mass(keys, 50 * queries, 1.0, visible, 4 * weights)
     assert torch.equal(scaled, mass)
     assert reference.attention_mass(keys[:, :, :0], queries, 1.0).shape == (3, 6, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("live", [384, 2176, 20000])
+def test_mass_needs_less_than_a_mebibyte_of_scratch(live, dtype):
+    keys, queries = mass_inputs(1, 8, 4, live, 128, 64, dtype)
+    given = {"visible": torch.arange(live).expand(1, 8, -1) > 99, "weights": torch.ones(1, 64)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        result = reference.attention_mass(keys, queries, 0.1, **given)
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    assert 0 < max(accumulate(changes)) - result.nbytes < 2**20
 
 
 def check_mass(triton, keys: Tensor, queries: Tensor, splits: int | None = None, **given) -> None:

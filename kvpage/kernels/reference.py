@@ -12,10 +12,14 @@ from kvpage.kernels.moments import Moments
 SCRATCH_ELEMENTS = 1 << 16
 """Elements of scratch a chunk may use: with the few float32 buffers live at once, below 1 MiB."""
 MASS_ELEMENTS = 1 << 17
-"""The same for `attention_mass`, which has one such buffer."""
+"""Elements of the one buffer of `attention_mass`, on a CPU: with the rest below 1 MiB."""
 GPU_MASS_ELEMENTS = 1 << 25
+"""The same elsewhere, where launches cost more than memory."""
 LEAST_ROWS = 16
-MOST_ROWS = 256
+"""Queries worth reading the keys for: where fewer fit beside all keys, those are chunked as well,
+which multiplies twice but by more queries (measured: slower at 8,192 keys, faster at 12,288)."""
+MOST_ROWS = 128
+"""Queries per chunk then."""
 
 
 def score_tokens(
@@ -126,27 +130,29 @@ def add_mass(
     """Add to `mass` `[G, L]` what `queries` `[R, D]`, of `weights` `[G, R]`, pay to the keys of one
     KV head: `tiles` `[T, D]`, with more than one each multiplied twice, first for what it has of
     every query's total."""
-    rows, width = len(queries), len(tiles[0])
-    out = scratch[: rows * width].view(rows, width)
+    width = len(tiles[0])
     seen = [None] * len(tiles) if visible is None else visible.split(width)
-    known: list[Tensor] = [weights]
+    of_total = None
     if len(tiles) > 1:
-        logs = [
-            logits(queries, k, scale, part, out).logsumexp(dim=1)
-            for k, part in zip(tiles, seen, strict=True)
-        ]
-        known = list(torch.stack(logs).softmax(dim=0)[:, None] * weights)  # [G, R] each
-    for k, part, w, total in zip(tiles, seen, known, mass.split(width, dim=1), strict=True):
-        shares = logits(queries, k, scale, part, out)
-        total.addmm_(w, torch.softmax(shares, dim=1, out=shares))
+        logs = []
+        for k, part in zip(tiles, seen, strict=True):  # `logsumexp`, in place
+            shares = logits(queries, k, scale, part, scratch)
+            peak = shares.amax(dim=1).clamp_min(torch.finfo(shares.dtype).min)
+            logs.append(shares.sub_(peak[:, None]).exp_().sum(dim=1).log_().add_(peak))
+        of_total = torch.stack(logs).softmax(dim=0)  # [tiles, R]
+    for i, (k, part) in enumerate(zip(tiles, mass.split(width, dim=1), strict=True)):
+        shares = logits(queries, k, scale, seen[i], scratch)
+        shares = torch.softmax(shares, dim=1, out=shares)  # reads a row before it writes it
+        w = weights if of_total is None else weights * of_total[i]
+        part.addmm_(w, shares)
 
 
 def logits(
-    queries: Tensor, keys: Tensor, scale: float, visible: Tensor | None, out: Tensor
+    queries: Tensor, keys: Tensor, scale: float, visible: Tensor | None, scratch: Tensor
 ) -> Tensor:
-    """`scale` times `[R, D]` times `[T, D]`, -inf where a key is not visible, in `out` `[R, >= T]`.
-    Keys of another dtype are promoted in chunks."""
-    out = out[:, : len(keys)]
+    """`scale` times `[R, D]` times `[T, D]`, -inf where a key is not visible, in `scratch`. Keys
+    of another dtype are promoted in chunks."""
+    out = scratch[: len(queries) * len(keys)].view(len(queries), len(keys))
     chunk = len(keys) if keys.dtype == queries.dtype else SCRATCH_ELEMENTS // keys.shape[1]
     chunk = max(1, chunk)
     for part, k in zip(out.split(chunk, dim=1), keys.split(chunk), strict=True):
