@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy = measure_copy(stopwatch)
         forget_peak(device)
         timings = time_ops(stopwatch, shape, copy)
-        compaction = measure_compaction(stopwatch, shape.compaction, shape.heads, shape.compactions)
+        asked = replace(shape.compaction, scorer=args.scorer)
+        compaction = measure_compaction(stopwatch, asked, shape.heads, shape.compactions)
         report = Report(args, environment(device), copy, timings, compaction, shape)
         report.write()  # before the peers, some of which compile for minutes
         timings += time_peers(stopwatch, shape, copy)
@@ -121,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--scorer", default="sampled", help="what the compaction ranks by, as sampled or centroid")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--shape", choices=list(SHAPES), default="full")
     add("--out", type=Path, help="folder for kernels.json and kernels.md")

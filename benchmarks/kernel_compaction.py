@@ -15,7 +15,7 @@ from kvpage import PagedCompactCache, kernels
 from kvpage.centroids import read_together
 from kvpage.compaction import CompactionPlan, apply_plan, plan
 from kvpage.ledger import Step
-from kvpage.rope import Rope
+from kvpage.rope import Rope, RopeSource
 from kvpage.selection import choose
 
 ROPE_BASE = 1e6
@@ -30,6 +30,7 @@ class CompactionShape:
     budget: int = 2048
     interval: int = 128
     recent: int = 128
+    scorer: str = "sampled"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class CompactionTime:
 def geometry(shape: CompactionShape, heads: Heads, device: torch.device) -> Geometry:
     bands = heads.dim // 2
     rope = Rope(ROPE_BASE ** -(torch.arange(bands, dtype=torch.float64) / bands))
+    source = RopeSource(lambda module: rope, torch.nn.Module(), fixed=True)
     return Geometry(
-        shape.layers, heads.heads, heads.kv_heads, heads.dim, lambda: rope,  # type: ignore[arg-type]
+        shape.layers, heads.heads, heads.kv_heads, heads.dim, source,
         shape.batch, heads.dtype, device,
     )  # fmt: skip
 
@@ -61,8 +63,9 @@ def measure_compaction(
     """Decode through `repeats` intervals, after one that warms up."""
     tokens = geometry(shape, heads, stopwatch.device)
     cache = PagedCompactCache(
-        budget=shape.budget, interval=shape.interval, recent=shape.recent, pin_prompt=False
-    )
+        budget=shape.budget, interval=shape.interval, recent=shape.recent, pin_prompt=False,
+        scorer=shape.scorer,
+    )  # fmt: skip
     seen = shape.budget + 3 * shape.interval
     fill(cache, tokens, coarse_chunks(seen, shape.budget, shape.interval, seen), observed=1)
     assert cache.ledger.live == shape.budget + shape.interval
