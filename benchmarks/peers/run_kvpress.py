@@ -9,7 +9,8 @@ Two things of DecodingPress bear on what a press can do, so that some run "mende
   SnapKV take the order in the cache for that of the text;
 - expected attention and CAP place the coming queries right behind the buffer of hidden states, at
   position 128 of any text, and SnapKV rotates every query of its window to the last position.
-"mended" keeps the order of the text and hands over the positions; nothing else changes.
+"mended" keeps the order of the text and hands over the positions; nothing else changes. Measured on
+English verse, it makes most of them much better, but SnapKV worse.
 """
 
 from __future__ import annotations
