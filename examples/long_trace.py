@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget", type=at_least(1), default=256, metavar="N", help="tokens a compaction leaves")
     add("--interval", type=at_least(1), default=128, metavar="N", help="tokens between compactions")
     add("--recent", type=at_least(0), default=128, metavar="N", help="latest tokens, always kept")
-    add("--scorer", default="centroid", help="how tokens are ranked")
+    add("--scorer", default="sampled", help="how tokens are ranked")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", type=device, default=default_device, help="where to run")

@@ -58,7 +58,7 @@ def test_the_readmes_commands_work_on_a_fine_tuned_adapter_and_a_jsonl(folder):
     done = kvpage(folder, *tasks[1:], "--device", "cpu", "--max-new-tokens", 4)
     assert "my-model + my-lora" in done.stdout and "3 by math-verify, 3 by string" in done.stdout
     table = (folder / "kvpage-eval" / "tasks.md").read_text()
-    for cache in ("full | -", "512 | centroid", "1024 | centroid"):
+    for cache in ("full | -", "512 | sampled", "1024 | sampled"):
         assert f"| my-model + my-lora | questions | {cache} | 6 | 1 | 1 [0.61, 1] |" in table
     kvpage(folder, *fidelity[1:], *SMALL, "--tokens", 240, "--prompt", 32, "--budgets", 64)
     for name in ("fidelity.csv", "fidelity-budget.png", "fidelity-kv_bytes.svg", "tasks.json"):
@@ -113,7 +113,7 @@ def test_two_processes_find_what_one_finds(folder):
         (["fidelity", "--data", "no.txt"], "no.txt"),
         (["fidelity", "--data", "text.txt", "--budgets", "10"], "budget: at least sinks + recent"),
         (["fidelity", "--data", "text.txt", "--budgets", "many"], "--budgets: integers"),
-        (["fidelity", "--data", "text.txt", "--scorers", "best"], "scorer: one of 'centroid'"),
+        (["fidelity", "--data", "text.txt", "--scorers", "best"], "scorer: one of 'sampled'"),
         (["memory", "--tasks", "recall,juggling"], "--tasks: some of recall"),
         (["tasks", "--data", "text.txt"], "text.txt, line 1: JSON expected"),
         (["tasks", "--data", "questions.jsonl", "--seeds", "0,1"], "seeds: one expected"),

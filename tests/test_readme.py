@@ -11,6 +11,7 @@ from tiny import NEEDS_5_24
 
 import kvpage
 from kvpage import calibration
+from kvpage.scorers import SCORERS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,3 +51,15 @@ def test_the_section_on_statistics_runs_as_it_stands(tmp_path, monkeypatch):
     made = kvpage.CalibratedStatistics.load("statistics.safetensors", names["model"])
     assert made.tokens == sum(map(len, names["data"])) == 43
     assert torch.equal(made.layers[0].query_total, names["statistics"].layers[0].query_total)
+
+
+def test_the_scorer_of_ones_own_runs_as_it_stands():
+    section = (ROOT / "README.md").read_text().split("### Which tokens stay")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    names = {"kvpage": kvpage, "torch": torch, "model": family("llama")}
+    exec(code, names | {"PagedCompactCache": kvpage.PagedCompactCache})
+
+
+def test_the_readme_names_every_scorer():
+    section = (ROOT / "README.md").read_text().split("### Which tokens stay")[1].split("###")[0]
+    assert all(f'`"{name}"`' in section for name in SCORERS)

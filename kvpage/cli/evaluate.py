@@ -35,7 +35,7 @@ Budgets = Annotated[
     str, typer.Option(help="Live tokens to keep, with commas; `none` is the full cache.")
 ]
 Scorers = Annotated[
-    str, typer.Option(help="What ranks tokens, with commas: centroid, streaming, knorm, random.")
+    str, typer.Option(help="What ranks tokens, with commas: sampled, centroid, streaming, ...")
 ]
 Interval = Annotated[int, typer.Option(min=1, help="Tokens between two compactions.")]
 Sinks = Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")]
@@ -61,7 +61,7 @@ def fidelity(
     adapter: Adapter = None,
     tokenizer: Tokenizer = None,
     budgets: Budgets = "256,512,1024",
-    scorers: Scorers = "centroid",
+    scorers: Scorers = "sampled",
     interval: Interval = 128,
     sinks: Sinks = 4,
     recent: Recent = 128,
@@ -102,7 +102,7 @@ def memory(
     adapter: Adapter = None,
     tokenizer: Tokenizer = None,
     budgets: Budgets = "256,512",
-    scorers: Scorers = "centroid",
+    scorers: Scorers = "sampled",
     interval: Interval = 128,
     sinks: Sinks = 4,
     recent: Recent = 128,
@@ -159,7 +159,7 @@ def tasks(
     adapter: Adapter = None,
     tokenizer: Tokenizer = None,
     budgets: Budgets = "none,512,1024",
-    scorers: Scorers = "centroid",
+    scorers: Scorers = "sampled",
     interval: Interval = 128,
     sinks: Sinks = 4,
     recent: Recent = 128,

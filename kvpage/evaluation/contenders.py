@@ -20,13 +20,13 @@ class Contender:
     """
 
     budget: int | None
-    scorer: str | Callable[..., Tensor] = "centroid"
+    scorer: str | Callable[..., Tensor] = "sampled"
     options: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
 
     @property
     def name(self) -> str:
-        """The label, else `"full"`, or `"centroid 512"`."""
+        """The label, else `"full"`, or `"sampled 512"`."""
         if self.label or self.budget is None:
             return self.label or "full"
         return f"{self.scorer_name} {self.budget}"

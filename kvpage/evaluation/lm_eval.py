@@ -1,7 +1,7 @@
 """kvpage in EleutherAI's lm-evaluation-harness, as the model "kvpage".
 
     python -m kvpage.evaluation.lm_eval --model kvpage \\
-        --model_args pretrained=PATH,budget=1024,scorer=centroid --tasks gsm8k
+        --model_args pretrained=PATH,budget=1024,scorer=sampled --tasks gsm8k
 
 is the harness's own `lm_eval` command once "kvpage" is registered there: the harness finds no
 models of other packages by itself. In a script, importing this module registers it.
