@@ -35,7 +35,7 @@ from kvpage.scoring import Centroid, LiveTokens
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch):
     """A pretended CUDA tensor is no business of Triton's."""
-    for op in ("score_tokens", "move_slots"):
+    for op in ("attention_mass", "score_tokens", "move_slots"):
         monkeypatch.setattr(kernels, op, getattr(reference, op))
 
 

@@ -40,7 +40,7 @@ def test_over_budget_the_real_model_attends_to_exactly_what_lives(smollm2):
     assert report.blocks_freed >= 3 * 64 // 16
     assert report.blocks_freed_without_compaction <= report.blocks_freed // 4
     words = tokenizer.decode(ids[0, -200:]).split()
-    assert len(set(words)) > 40  # still text, not a loop over a word or two
+    assert len(set(words)) > 30  # still text, not a loop over a word or two
 
 
 def test_six_turns_of_chat_attend_to_exactly_what_lives(smollm2):

@@ -157,8 +157,8 @@ def logits(
     chunk = max(1, chunk)
     for part, k in zip(out.split(chunk, dim=1), keys.split(chunk), strict=True):
         torch.addmm(part, queries, k.to(queries.dtype).mT, beta=0, alpha=scale, out=part)
-    if visible is not None:  # not `masked_fill_`, which takes as long as the product
-        out.index_fill_(1, (~visible).nonzero()[:, 0], -torch.inf)
+    if visible is not None:
+        out.masked_fill_(~visible, -torch.inf)
     return out
 
 
