@@ -119,7 +119,9 @@ class LayerStatistics:
         tokens = vectors.tokens
         if tokens > FOLD_TOKENS:
             fold([self])
-            _sum([self], [[vectors.part(0, tokens - FOLD_TOKENS)]])
+            prompt = [[vectors.part(0, tokens - FOLD_TOKENS)]]
+            _sample([self], prompt)
+            _sum([self], prompt)
             # A slice would keep a whole prompt's vectors in memory for its last tokens.
             vectors = _copied(vectors.part(tokens - FOLD_TOKENS, tokens))
             tokens = FOLD_TOKENS
@@ -185,6 +187,7 @@ def fold(collectors: Sequence[LayerStatistics]) -> None:
         for collector in collectors:
             fold([collector])
         return
+    _sample(collectors, waiting)
     for collector in collectors:
         collector._waiting, collector._waiting_tokens = [], 0
     alike = groupby(range(len(lengths[0])), key=lambda i: waiting[0][i].real is None)
@@ -257,9 +260,6 @@ def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> No
     keys = _joined([vectors.keys for run in runs for vectors in run])
     real = _joined(flags).to(queries.device) if flags else None
     batch, tokens = queries.shape[0], queries.shape[1] // layers
-    if first.sample_tokens:
-        apart = queries.view(batch, layers, tokens, first.heads, first.dim)
-        _sample(collectors, apart, real)
     parts: list[Tensor] = []
     for vectors, heads in ((queries, first.heads), (keys, first.kv_heads)):
         apart = vectors.view(batch, layers, tokens, heads, first.dim).transpose(1, 2)
@@ -275,13 +275,22 @@ def _sum(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> No
         collector._sums = new.select(i)
 
 
-def _sample(collectors: Sequence[LayerStatistics], queries: Tensor, real: Tensor | None) -> None:
-    """Have the samples of `collectors` cover the new `queries` `[B, layers, n, H, D]` too."""
-    first, batch, tokens = collectors[0], queries.shape[0], queries.shape[2]
-    size, rows = first.sample_tokens, torch.arange(batch, device=queries.device)[:, None]
+def _sample(collectors: Sequence[LayerStatistics], runs: list[list[Vectors]]) -> None:
+    """Have the samples of `collectors` cover `runs` too, which are about to be summed."""
+    first, layers = collectors[0], len(collectors)
+    if first.sample_tokens == 0 or not runs[0]:
+        return
+    queries = _joined([vectors.queries for run in runs for vectors in run])
+    batch, device = queries.shape[0], queries.device
+    queries = queries.view(batch, layers, -1, first.heads, first.dim).transpose(1, 2)
+    real = None
+    if any(vectors.real is not None for vectors in runs[0]):
+        real = torch.cat([_real(vectors, device) for vectors in runs[0]], dim=1)
+    rows = torch.arange(batch, device=device)[:, None]
     start = rows.new_zeros(batch) if first._sums is None else first._sums.tokens
+    size, tokens = first.sample_tokens, queries.shape[1]
     priority, places = Sample.priorities(start, tokens, real).topk(min(size, tokens), largest=False)
-    queries = queries.transpose(1, 2)[rows, places]  # [B, S, layers, H, D]
+    queries = queries[rows, places]  # [B, S, layers, H, D]
     known = [collector._sample for collector in collectors if collector._sample is not None]
     if known:
         queries = torch.cat((torch.stack([sample.queries for sample in known], 2), queries), 1)
