@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, hf_hub_download
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvpage.architectures import describe
@@ -93,7 +93,8 @@ class CalibratedStatistics:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-            save_file(tensors, Path(scratch) / path.name, metadata=self._metadata() | dict(more))
+            content = save(tensors, metadata=self._metadata() | dict(more))
+            (Path(scratch) / path.name).write_bytes(content)  # with the permissions of other files
             os.replace(Path(scratch) / path.name, path)
 
     @classmethod

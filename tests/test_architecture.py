@@ -110,7 +110,7 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1130, "cli": 450}
+    limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1200, "cli": 450}
     counts = dict.fromkeys(limits, 0)
     for path in paths:
         shares = path.stem in SHARE_STATISTICS

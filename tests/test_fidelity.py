@@ -79,6 +79,20 @@ def test_mass_kept_is_that_of_the_whole_softmax_under_the_masks(case, index):
         assert 0 < results[index].mass[layer] < 1
 
 
+def test_an_oracle_as_a_scorer_keeps_what_the_oracle_of_the_mass_does(case):
+    """Its compactions fall on the bins that it knows the attention in, so both are the same."""
+    model, ids, results = case
+    for step in (STEP, 1):
+        (got,) = fidelity(
+            model, ids, contenders(scorers=("oracle",)), prompt=PROMPT + 8 * (step == 1), step=step
+        )
+        assert got.scorer == "oracle" and got.name == "oracle 64" and got.compactions == 5
+        assert got.mass == pytest.approx(got.mass_oracle, rel=1e-5)
+    assert all(result.mass_share < got.mass_share for result in results)
+    with pytest.raises(ValueError, match="attention_mass: True expected with scorer='oracle'"):
+        measured(model, ids, contenders(scorers=("oracle",)), attention_mass=False)
+
+
 def test_the_oracle_keeps_the_keys_of_greatest_mass_to_come():
     model = build("llama-gqa3-tied", dtype=torch.float64)
     ids = prompt(120)[0]  # one compaction, at 96

@@ -35,7 +35,11 @@ Budgets = Annotated[
     str, typer.Option(help="Live tokens to keep, with commas; `none` is the full cache.")
 ]
 Scorers = Annotated[
-    str, typer.Option(help="What ranks tokens, with commas: sampled, centroid, streaming, ...")
+    str,
+    typer.Option(
+        help="What ranks tokens, with commas: sampled, centroid, streaming, ...; `oracle`, which "
+        "knows the attention to come, for fidelity."
+    ),
 ]
 Interval = Annotated[int, typer.Option(min=1, help="Tokens between two compactions.")]
 Sinks = Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")]
@@ -84,7 +88,15 @@ def fidelity(
         study = FidelityStudy(data, tokens, limit, prompt, step)
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), "fidelity", out, json, plot)
+        _run(
+            study,
+            subjects,
+            _contenders(budgets, scorers, options, "fidelity"),
+            "fidelity",
+            out,
+            json,
+            plot,
+        )
 
 
 @evaluate.command()
@@ -128,7 +140,15 @@ def memory(
         study = MemoryStudy(names, sizes, limit, step, full_at_least)
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), "memory", out, json, plot)
+        _run(
+            study,
+            subjects,
+            _contenders(budgets, scorers, options, "memory"),
+            "memory",
+            out,
+            json,
+            plot,
+        )
 
 
 @evaluate.command()
@@ -190,7 +210,15 @@ def tasks(
         )
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), "tasks", out, json, plot)
+        _run(
+            study,
+            subjects,
+            _contenders(budgets, scorers, options, "tasks"),
+            "tasks",
+            out,
+            json,
+            plot,
+        )
 
 
 class _errors:
@@ -222,7 +250,7 @@ def _integer(option: str, text: str) -> int:
         raise ValueError(f"{option}: integers with commas expected, got {text!r}") from None
 
 
-def _contenders(budgets: str, scorers: str, options: dict[str, Any]) -> list[Contender]:
+def _contenders(budgets: str, scorers: str, options: dict[str, Any], task: str) -> list[Contender]:
     """The full cache once, and every scorer at every budget; each is made once, to be checked."""
     from kvpage.cache import PagedCompactCache
     from kvpage.evaluation.contenders import FULL, Contender
@@ -234,7 +262,8 @@ def _contenders(budgets: str, scorers: str, options: dict[str, Any]) -> list[Con
             continue
         budget = _integer("--budgets", text)
         for scorer in scorers.split(","):
-            PagedCompactCache(budget=budget, scorer=scorer, **options).reset()
+            if scorer != "oracle" or task != "fidelity":
+                PagedCompactCache(budget=budget, scorer=scorer, **options).reset()
             found.append(Contender(budget, scorer, options))
     return found
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvpage.architectures import AttentionSite, decoder_of
 from kvpage.compaction import TracedCompaction
+from kvpage.scoring import LiveTokens
 
 
 @contextmanager
@@ -51,6 +52,28 @@ class AttentionMass:
     def layer(self, index: int) -> Tensor:
         """float32 `[bins, Hkv, T]` on the CPU."""
         return torch.stack(self._bins[index])
+
+
+class Oracle:
+    """A scorer that knows the attention to come: what a key will get from all later queries of the
+    text. No cache can rank by it; it says how much there is to win."""
+
+    needs_statistics = False
+    __name__ = "oracle"
+
+    def __init__(self, mass: AttentionMass, sites: Sequence[AttentionSite]) -> None:
+        """mass: of `sites`, in bins that are shorter than an interval."""
+        self._starts = torch.tensor([*mass.starts, mass.tokens])
+        self._future = {}
+        for index, site in enumerate(sites):
+            future = mass.layer(index).flip(0).cumsum(0).flip(0)
+            self._future[site.layer_idx] = torch.cat((future, torch.zeros_like(future[:1])))
+
+    def __call__(self, tokens: LiveTokens) -> Tensor:
+        """Of one row, without pads."""
+        bins = torch.searchsorted(self._starts, tokens.next_position.cpu())
+        future = self._future[tokens.layer_idx][bins[0]].to(tokens.keys.device)
+        return future.gather(1, tokens.positions[0].long())[None]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,21 @@ from transformers import DynamicCache
 from kvpage.architectures import AttentionSite, describe
 from kvpage.cache import PagedCompactCache
 from kvpage.compat import NEWEST
-from kvpage.evaluation.attention_mass import AttentionMass, eager_attention, mass_by_key, mass_kept
+from kvpage.evaluation.attention_mass import (
+    AttentionMass,
+    Oracle,
+    eager_attention,
+    mass_by_key,
+    mass_kept,
+)
 from kvpage.evaluation.contenders import Contender
 from kvpage.evaluation.intervals import Interval, bootstrap_interval
+
+ORACLE = "oracle"
+"""A scorer of fidelity alone: it knows the attention to come, see `Oracle`."""
+
+ORACLE_TOKENS = 32
+"""How finely it knows when."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +146,26 @@ def fidelity(
     prompt: tokens of the first forward, which no contender pins; step: tokens of every other one
     (exact attention, but compactions come up to `step - 1` tokens early; 1 is plain decoding);
     attention_mass: run in eager attention for the time being and measure what was kept, which needs
-    a float per layer, KV head, token and compaction; progress: is called with the tokens done.
+    a float per layer, KV head, token and compaction; progress: is called with the tokens done. A
+    contender may have `scorer="oracle"`, which a pass of the full cache ahead of the others serves.
 
     Raises `ValueError` for a text that is not longer than the prompt, a step that is longer than an
     interval, or than 1 where layers have states; `TypeError` for `ids` of another kind.
     """
     sites = [site for site in describe(model).sites if site.window is None]
-    _check(model, ids, contenders, prompt, step)
+    foresees = [contender.scorer == ORACLE for contender in contenders]
+    if any(foresees) and not attention_mass:
+        raise ValueError("attention_mass: True expected with scorer='oracle', got False")
+    named = [replace(c, scorer="random") if c.scorer == ORACLE else c for c in contenders]
+    _check(model, ids, named, prompt, step)
     ids = ids.to(next(model.parameters()).device)
     with eager_attention(model) if attention_mass else nullcontext(), _watch(sites) as seen:
+        if any(foresees):
+            oracle = _oracle(model, ids, prompt, step, sites, seen)
+            contenders = [
+                replace(contender, scorer=oracle) if foresaw else contender
+                for contender, foresaw in zip(contenders, foresees, strict=True)
+            ]
         return _lock_step(
             model, ids, contenders, prompt, step, sites, seen, attention_mass, progress
         )
@@ -264,6 +287,30 @@ class _Running:
             compactions=report.compactions,
             kv_bytes=report.bytes_peak,
         )
+
+
+def _oracle(
+    model: nn.Module,
+    ids: Tensor,
+    prompt: int,
+    step: int,
+    sites: Sequence[AttentionSite],
+    seen: Seen,
+) -> Oracle:
+    """The attention to come, from a pass of the full cache ahead of the others."""
+    full: Any = DynamicCache(config=describe(model).config)
+    mass, last = AttentionMass(len(sites), len(ids)), -1
+    starts = [0, *range(prompt, len(ids) - 1, step)]
+    for start, stop in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+        seen.clear()
+        model(ids[None, start:stop], **{NEWEST: full, "logits_to_keep": 1})
+        known = [layer for _, layer in seen if layer is not None]
+        if len(known) < len(sites):
+            raise ValueError("scorer: 'oracle' needs a model whose attention gives probabilities")
+        mass.add(start, known, start // ORACLE_TOKENS > last)
+        last = start // ORACLE_TOKENS
+    seen.clear()
+    return Oracle(mass, sites)
 
 
 def _lock_step(
