@@ -38,7 +38,7 @@ FREQUENCY_TOLERANCE = 2**-7
 """Relative; frequencies rounded to bfloat16 are off by half of that."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CalibratedStatistics:
     """Statistics of a model's queries and keys over a data set, per layer of full attention.
 
@@ -52,6 +52,12 @@ class CalibratedStatistics:
     model: str = ""
     dataset: str = ""
     fingerprint: str = ""
+
+    def __repr__(self) -> str:
+        return (
+            f"CalibratedStatistics({self.architecture}, {len(self.layers)} layers, {self.tokens:,} "
+            f"tokens, model={self.model!r}, dataset={self.dataset!r})"
+        )
 
     @property
     def tokens(self) -> int:

@@ -43,6 +43,12 @@ class Vectors(NamedTuple):
         real = None if self.real is None else self.real[:, start:stop]
         return Vectors(self.queries[:, start:stop], self.keys[:, start:stop], real)
 
+    def select(self, rows: Tensor) -> Vectors:
+        """Of the rows `rows`."""
+        rows = rows.to(self.queries.device)
+        real = None if self.real is None else self.real[rows.to(self.real.device)]
+        return Vectors(self.queries[rows], self.keys[rows], real)
+
 
 class LayerStatistics:
     """Collects the queries and keys of one layer, before RoPE, as the run goes.
@@ -70,6 +76,8 @@ class LayerStatistics:
         self.sample_tokens, self.recent_tokens = sample_tokens, recent_tokens
         self._sums: Sums | None = None
         self._sample: Sample | None = None
+        self._recent: list[Vectors] = []
+        """The last of what was summed, `recent_tokens` queries at most; their keys are left out."""
         self._waiting: list[Vectors] = []
         self._waiting_tokens = 0
         self._cycle: tuple[Tensor, Tensor] | None = None
@@ -119,14 +127,20 @@ class LayerStatistics:
         tokens = vectors.tokens
         if tokens > FOLD_TOKENS:
             fold([self])
-            prompt = [[vectors.part(0, tokens - FOLD_TOKENS)]]
-            _sample([self], prompt)
-            _sum([self], prompt)
+            self._waiting.append(vectors.part(0, tokens - FOLD_TOKENS))
+            fold([self])  # apart, so that a prompt is not copied
             # A slice would keep a whole prompt's vectors in memory for its last tokens.
             vectors = _copied(vectors.part(tokens - FOLD_TOKENS, tokens))
             tokens = FOLD_TOKENS
         self._waiting.append(vectors)
         self._waiting_tokens += tokens
+
+    def _keep_recent(self) -> None:
+        """Have the last queries ready when those that wait are summed."""
+        recent = _latest(self) if self._waiting else None
+        if recent is not None:
+            queries = recent.queries.flatten(2)
+            self._recent = [Vectors(queries, queries[..., :0], recent.real)]
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, as far as they wait: at least the last 128."""
@@ -165,6 +179,7 @@ class LayerStatistics:
         self.batch, self._cycle = rows.shape[0], None
         if self._sums is not None:
             self._sums = self._sums.select(rows.to(self._sums.tokens.device))
+        self._recent = [vectors.select(rows) for vectors in self._recent]
         if self._sample is not None:
             self._sample = self._sample.select(rows.to(self._sample.priority.device))
 
@@ -174,6 +189,7 @@ class LayerStatistics:
         tensors += self.cycle_buffers
         tensors += self._sums or ()
         tensors += self._sample or ()
+        tensors += [vectors.queries for vectors in self._recent]
         return sum(t.nbytes for t in tensors)
 
 
@@ -189,6 +205,7 @@ def fold(collectors: Sequence[LayerStatistics]) -> None:
         return
     _sample(collectors, waiting)
     for collector in collectors:
+        collector._keep_recent()
         collector._waiting, collector._waiting_tokens = [], 0
     alike = groupby(range(len(lengths[0])), key=lambda i: waiting[0][i].real is None)
     for _, group in alike:
@@ -227,19 +244,19 @@ def read_together(collectors: Sequence[LayerStatistics]) -> list[Statistics]:
 
 
 def _latest(collector: LayerStatistics) -> Recent | None:
-    """The last queries that wait, as many as are wanted, if that many do."""
+    """The last queries, as many as are wanted: of those that wait and those summed before."""
     missing = collector.recent_tokens
     if missing == 0:
         return None
     collector._empty_cycle()
     parts: list[Vectors] = []
-    for vectors in reversed(collector._waiting):
+    for vectors in reversed([*collector._recent, *collector._waiting]):
         if missing == 0:
             break
         some = min(missing, vectors.tokens)
         parts.insert(0, vectors.part(vectors.tokens - some, vectors.tokens))
         missing -= some
-    queries = _joined([part.queries for part in parts])
+    queries = torch.cat([part.queries for part in parts], dim=1)
     flags = [_real(part, queries.device) for part in parts]
     shape = queries.shape[0], queries.shape[1], collector.heads, collector.dim
     known = any(part.real is not None for part in parts)

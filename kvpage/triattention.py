@@ -65,9 +65,10 @@ def _payload(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
         with open(path, "rb") as file:  # by its name torch would take it for another format
             payload = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: a file of tensors expected ({reason})") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError):
+        raise ValueError(
+            f"{path}: a file of tensors expected, as torch.save writes them; nothing in it was run"
+        ) from None
     parts = [payload.get(name) if isinstance(payload, dict) else None for name in _PARTS]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{path}: dictionaries {_PARTS} expected, as TriAttention writes them")
