@@ -27,6 +27,7 @@ from transformers import (
 
 import kvpage
 from kvpage import LiveTokens, PagedCompactCache
+from kvpage.peers import KeyNorm
 from kvpage.storage import LayerStorage
 
 BUDGET, BOUND = SMALL["budget"], SMALL["budget"] + SMALL["interval"]
@@ -133,7 +134,7 @@ def test_unknown_scorer_names_the_known_ones(value: str) -> None:
     refuses(ValueError, "scorer: one of", *known, f"got {value!r}", scorer=value)
 
 
-@pytest.mark.parametrize("value", [None, 3, kvpage.scoring.KeyNorm, ["knorm"]], ids=repr)
+@pytest.mark.parametrize("value", [None, 3, KeyNorm, ["knorm"]], ids=repr)
 def test_scorer_is_a_name_or_a_function_not_a_class(value: object) -> None:
     refuses(TypeError, "scorer: a name or a callable expected", f"got {value!r}", scorer=value)
 

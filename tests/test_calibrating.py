@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kvpage import CalibratedStatistics, calibrate
-from kvpage.cli import app
+from kvpage.cli import application
 
 LENGTHS = (9, 30, 5, 61, 2, 17, 33, 8, 12)
 SETTINGS = {"batch_size": 2, "seq_len": 40, "max_tokens": 150}
@@ -149,7 +149,7 @@ def test_two_processes_equal_one(folder):
     (On a machine without a GPU `--multi_gpu` starts as many processes; `--cpu` would start one.)
     """
     one, two = folder / "one.safetensors", folder / "two.safetensors"
-    assert CliRunner().invoke(app, arguments(folder, one)).exit_code == 0
+    assert CliRunner().invoke(application(), arguments(folder, one)).exit_code == 0
     launch = [
         "accelerate.commands.launch",
         "--multi_gpu",
@@ -170,7 +170,7 @@ def test_two_processes_equal_one(folder):
 
 def test_a_text_file_is_one_text(folder):
     out = folder / "text.safetensors"
-    result = CliRunner().invoke(app, arguments(folder, out, "data.txt"))
+    result = CliRunner().invoke(application(), arguments(folder, out, "data.txt"))
     assert result.exit_code == 0, result.output
     ids = [token for row in rows(*LENGTHS) for token in row][:150]
     pieces = [ids[start : start + 40] for start in range(0, 150, 40)]
@@ -189,7 +189,7 @@ def test_a_text_file_is_one_text(folder):
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(folder, changes, error):
-    result = CliRunner().invoke(app, arguments(folder, "none.safetensors", **changes))
+    result = CliRunner().invoke(application(), arguments(folder, "none.safetensors", **changes))
     assert result.exit_code == 2 and error in result.stderr
     assert not (folder / "none.safetensors").exists()
 
@@ -203,10 +203,10 @@ def test_ctrl_c_leaves_a_checkpoint_that_the_same_command_goes_on_from(folder, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvpage.cli.calibrate._samples", interrupted)
-    result = CliRunner().invoke(app, arguments(folder, out))
+    result = CliRunner().invoke(application(), arguments(folder, out))
     assert result.exit_code == 130 and str(partial) in result.stderr
     assert not out.exists() and CalibratedStatistics.load(partial).tokens == 84
     monkeypatch.setattr("kvpage.cli.calibrate._samples", lambda *_args: iter(samples))
-    assert CliRunner().invoke(app, arguments(folder, out)).exit_code == 0
+    assert CliRunner().invoke(application(), arguments(folder, out)).exit_code == 0
     assert out.exists() and not partial.exists()
     assert CalibratedStatistics.load(out).tokens == 150

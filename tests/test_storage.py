@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpage.blocks import Layout
-from kvpage.compaction import apply_plan, plan
+from kvpage.compaction import CompactionPlan, apply_plan, plan
 from kvpage.kernels import move_slots
 from kvpage.ledger import Ledger, Step
 from kvpage.storage import LayerStorage
@@ -238,10 +238,10 @@ def test_moving_into_a_new_storage_leaves_the_old_one() -> None:
 def test_survivors_never_move_backwards_past_another() -> None:
     layout = Layout(LAYOUTS["strided, apart"])
     storage, _ = fill(layout)
-    moves = plan(survivors_of("random", 2, TOKENS), layout, layout, storage)
-    assert (moves.target[:, None] <= moves.source).all()
-    assert (moves.target.diff(dim=-1) == 1).all()
-    assert (moves.source.diff(dim=-1) > 0).all()
+    source, target = plan(survivors_of("random", 2, TOKENS), layout, layout, storage)
+    assert (target[:, None] <= source).all()
+    assert (target.diff(dim=-1) == 1).all()
+    assert (source.diff(dim=-1) > 0).all()
 
 
 class Allocations(TorchDispatchMode):
@@ -290,7 +290,8 @@ def test_random_runs_equal_a_dense_cache(monkeypatch: pytest.MonkeyPatch, seed: 
                 for _ in range(batch)
             ]
             survivors = torch.tensor(kept)
-            apply_plan(plan(survivors, step.source, step.layout, storage), storage, step)
+            moves = CompactionPlan(*plan(survivors, step.source, step.layout, storage))
+            apply_plan(moves, storage, step)
             dense = [
                 t.gather(2, survivors[..., None].expand(*survivors.shape, t.shape[3]))
                 for t in dense
