@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -43,12 +42,6 @@ class Vectors(NamedTuple):
         real = None if self.real is None else self.real[:, start:stop]
         return Vectors(self.queries[:, start:stop], self.keys[:, start:stop], real)
 
-    def select(self, rows: Tensor) -> Vectors:
-        """Of the rows `rows`."""
-        rows = rows.to(self.queries.device)
-        real = None if self.real is None else self.real[rows.to(self.real.device)]
-        return Vectors(self.queries[rows], self.keys[rows], real)
-
 
 class LayerStatistics:
     """Collects the queries and keys of one layer, before RoPE, as the run goes.
@@ -76,8 +69,8 @@ class LayerStatistics:
         self.sample_tokens, self.recent_tokens = sample_tokens, recent_tokens
         self._sums: Sums | None = None
         self._sample: Sample | None = None
-        self._recent: list[Vectors] = []
-        """The last of what was summed, `recent_tokens` queries at most; their keys are left out."""
+        self._recent: Recent | None = None
+        """The last of what was summed, `recent_tokens` at most."""
         self._waiting: list[Vectors] = []
         self._waiting_tokens = 0
         self._cycle: tuple[Tensor, Tensor] | None = None
@@ -136,11 +129,23 @@ class LayerStatistics:
         self._waiting_tokens += tokens
 
     def _keep_recent(self) -> None:
-        """Have the last queries ready when those that wait are summed."""
-        recent = _latest(self) if self._waiting else None
-        if recent is not None:
-            queries = recent.queries.flatten(2)
-            self._recent = [Vectors(queries, queries[..., :0], recent.real)]
+        """Have the last queries, as many as are wanted, of those that wait and those before."""
+        if self.recent_tokens == 0 or not self._waiting:
+            return
+        parts: list[Vectors] = []
+        missing = self.recent_tokens
+        for vectors in reversed(self._waiting):
+            some = min(missing, vectors.tokens)
+            parts.insert(0, vectors.part(vectors.tokens - some, vectors.tokens))
+            missing -= some
+            if missing == 0:
+                break
+        queries = torch.cat([part.queries for part in parts], dim=1)
+        real = None
+        if any(part.real is not None for part in parts):
+            real = torch.cat([_real(part, queries.device) for part in parts], dim=1)
+        new = Recent(queries.unflatten(2, (self.heads, self.dim)), real)
+        self._recent = new if self._recent is None else self._recent.last(missing).plus(new)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens, as far as they wait: at least the last 128."""
@@ -179,7 +184,8 @@ class LayerStatistics:
         self.batch, self._cycle = rows.shape[0], None
         if self._sums is not None:
             self._sums = self._sums.select(rows.to(self._sums.tokens.device))
-        self._recent = [vectors.select(rows) for vectors in self._recent]
+        if self._recent is not None:
+            self._recent = self._recent.select(rows.to(self._recent.queries.device))
         if self._sample is not None:
             self._sample = self._sample.select(rows.to(self._sample.priority.device))
 
@@ -189,7 +195,7 @@ class LayerStatistics:
         tensors += self.cycle_buffers
         tensors += self._sums or ()
         tensors += self._sample or ()
-        tensors += [vectors.queries for vectors in self._recent]
+        tensors += [] if self._recent is None else [self._recent.queries]
         return sum(t.nbytes for t in tensors)
 
 
@@ -218,7 +224,6 @@ def fold(collectors: Sequence[LayerStatistics]) -> None:
 
 def read_together(collectors: Sequence[LayerStatistics]) -> list[Statistics]:
     """The statistics of layers that are alike, of everything added so far."""
-    recent = [_latest(collector) for collector in collectors]
     fold(collectors)
     rope, scale = collectors[0].rope(), collectors[0].scale
     sums = [collector._sums for collector in collectors if collector._sums is not None]
@@ -230,37 +235,23 @@ def read_together(collectors: Sequence[LayerStatistics]) -> list[Statistics]:
     else:
         means = [*zip(*(mean.unbind() for mean in Sums.stacked(sums).means()), strict=True)]
     found = []
-    for collector, known, parts, latest in zip(collectors, sums, means, recent, strict=True):
+    for collector, known, parts in zip(collectors, sums, means, strict=True):
         query_mean, query_magnitude, key_mean, key_magnitude = parts
-        statistics = Statistics(
-            query_mean, query_magnitude, key_mean, key_magnitude, known.tokens, rope, scale
-        )
         prior = collector.prior
-        shared = None if prior is None else prior.sample_for(known.tokens)
-        found.append(
-            replace(statistics, sample=collector._sample, recent=latest, prior_sample=shared)
+        statistics = Statistics(
+            query_mean,
+            query_magnitude,
+            key_mean,
+            key_magnitude,
+            known.tokens,
+            rope,
+            scale,
+            collector._sample,
+            collector._recent,
+            None if prior is None else prior.sample_for(known.tokens),
         )
+        found.append(statistics)
     return found
-
-
-def _latest(collector: LayerStatistics) -> Recent | None:
-    """The last queries, as many as are wanted: of those that wait and those summed before."""
-    missing = collector.recent_tokens
-    if missing == 0:
-        return None
-    collector._empty_cycle()
-    parts: list[Vectors] = []
-    for vectors in reversed([*collector._recent, *collector._waiting]):
-        if missing == 0:
-            break
-        some = min(missing, vectors.tokens)
-        parts.insert(0, vectors.part(vectors.tokens - some, vectors.tokens))
-        missing -= some
-    queries = torch.cat([part.queries for part in parts], dim=1)
-    flags = [_real(part, queries.device) for part in parts]
-    shape = queries.shape[0], queries.shape[1], collector.heads, collector.dim
-    known = any(part.real is not None for part in parts)
-    return Recent(queries.view(shape), torch.cat(flags, dim=1) if known else None)
 
 
 def _real(vectors: Vectors, device: torch.device) -> Tensor:

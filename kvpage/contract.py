@@ -10,6 +10,9 @@ from kvpage.architectures import Decoder
 from kvpage.compat import INSTEAD, native_layers
 from kvpage.rope import RopeSource
 
+ROPE_CHECK_TOKENS = 8
+"""The last keys of a forward that `ModelKey.check_keys` is given."""
+
 
 class ModelKey:
     """Identity of a hooked model, with what a cache needs of it; holds no module."""

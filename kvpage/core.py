@@ -12,7 +12,7 @@ from kvpage.attachments import model_of
 from kvpage.centroids import LayerStatistics, Vectors
 from kvpage.compaction import TracedCompaction
 from kvpage.compat import INSTEAD, not_compiled
-from kvpage.contract import HookedCache, ModelKey
+from kvpage.contract import ROPE_CHECK_TOKENS, HookedCache, ModelKey
 from kvpage.decoding import Decoding
 from kvpage.device import capturing
 from kvpage.forwards import Forward, Forwards
@@ -26,8 +26,6 @@ from kvpage.selection import Selection, propose
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
 from kvpage.storage import check_states
-
-ROPE_CHECK_TOKENS = 8
 
 C = TypeVar("C", bound="PagedCore")
 

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from kvpage.architectures import AttentionSite
 from kvpage.rope import Rope
-from kvpage.summaries import Statistics
-
-SAMPLE_TOKENS = 128
-"""Queries that a sample has, of each head."""
+from kvpage.summaries import SAMPLE_TOKENS, Statistics
 
 FINGERPRINT_VALUES = 64
 """Values of each parameter of attention that go into a model's fingerprint."""

@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
 from kvpage import kernels
 from kvpage.scoring import LiveTokens, expected_query, rotated
+from kvpage.summaries import SAMPLE_TOKENS
 
 CHUNK_ELEMENTS = 1 << 17
 """Elements of a matrix that is worked out part by part."""
@@ -75,7 +76,7 @@ class ExpectedAttention:
     """
 
     needs_statistics = True
-    sample_tokens = 128
+    sample_tokens = SAMPLE_TOKENS
     offsets = tuple(range(1, 513))
 
     def __call__(self, tokens: LiveTokens) -> Tensor:
@@ -127,10 +128,8 @@ class Redundancy:
 
     def __call__(self, tokens: LiveTokens) -> Tensor:
         attention = recent_attention(tokens)
-        batch, kv_heads, live = attention.shape
-        attention = max_pool1d(attention.flatten(0, 1)[:, None], 7, 1, 3).view(
-            batch, kv_heads, live
-        )
+        live = attention.shape[2]
+        attention = max_pool1d(attention.flatten(0, 1)[:, None], 7, 1, 3).view_as(attention)
         keys = normalize(_without_pads(tokens.keys.float(), tokens.visible), dim=-1)
         # The mean of cosines is the cosine with the sum, its own of 1 apart.
         similar = ((keys @ keys.sum(dim=2)[..., None])[..., 0] - 1) / live
@@ -152,9 +151,7 @@ def recent_attention(tokens: LiveTokens) -> Tensor:
     behind = real.flip(1).cumsum(dim=1).flip(1)
     at = tokens.next_position[:, None] - behind  # [B, n]
     kv_heads, live = tokens.keys.shape[1:3]
-    queries = rotated(queries, statistics.rope, at).view(
-        batch, count, kv_heads, -1, queries.shape[-1]
-    )
+    queries = rotated(queries, statistics.rope, at).unflatten(2, (kv_heads, -1))
     attention = torch.zeros(batch, kv_heads, live, device=tokens.keys.device)
     visible = tokens.visible
     some = max(1, CHUNK_ELEMENTS // (batch * heads * live))

@@ -12,12 +12,10 @@ from transformers import DynamicCache
 from kvpage.architectures import describe
 from kvpage.attachments import join
 from kvpage.compat import INSTEAD, not_compiled
-from kvpage.contract import HookedCache, ModelKey
+from kvpage.contract import ROPE_CHECK_TOKENS, HookedCache, ModelKey
 from kvpage.hooks import current_call
-from kvpage.layer_calibration import SAMPLE_TOKENS, LayerCalibration
-from kvpage.summaries import RunningMoments
-
-ROPE_CHECK_TOKENS = 8
+from kvpage.layer_calibration import LayerCalibration
+from kvpage.summaries import SAMPLE_TOKENS, RunningMoments
 
 
 class Recorder(HookedCache, DynamicCache):

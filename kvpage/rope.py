@@ -63,12 +63,16 @@ class Rope:
         real, imaginary, _ = self.parts(vectors)
         return torch.hypot(real, imaginary)
 
+    def turned(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`vectors` `[..., D]` with each band turned by the angle of `cos` and `sin` `[..., F]`."""
+        real, imaginary, rest = self.parts(vectors)
+        return self.joined(real * cos - imaginary * sin, real * sin + imaginary * cos, rest)
+
     def rotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """`vectors` `[B, H, n, D]` as the model caches them at `positions` `[B, n]`, float64."""
         angle = positions.cpu().double()[:, None, :, None] * self.inv_freq
         cos, sin = angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
-        real, imaginary, rest = self.parts(vectors.cpu().double())
-        return self.joined(real * cos - imaginary * sin, real * sin + imaginary * cos, rest)
+        return self.turned(vectors.cpu().double(), cos, sin)
 
     def check(self, before: Tensor, after: Tensor, positions: Tensor) -> None:
         """Raise `ValueError` unless this rotation takes the keys `before` to `after`.

@@ -24,10 +24,7 @@ from kvpage import kernels
 from kvpage.kernels import Moments
 from kvpage.positions import PAD
 from kvpage.rope import Rope
-from kvpage.summaries import Sample, Statistics
-
-SAMPLE_TOKENS = 128
-"""Queries that stand for all those of a run."""
+from kvpage.summaries import SAMPLE_TOKENS, Sample, Statistics
 
 AHEAD = 64
 """How far ahead of the next token they are taken to come: half the usual interval."""
@@ -118,9 +115,7 @@ def expected_query(
         positions = positions.cpu()
     factor = rotation(rope, positions, offsets) * rope.attention_scaling
     factor = factor.view(factor.shape[0], *[1] * (mean.ndim - 2), -1)
-    cos, sin = factor.real.to(mean), factor.imag.to(mean)  # [B, ..., F]
-    re, im, rest = rope.parts(mean)
-    return rope.joined(re * cos - im * sin, re * sin + im * cos, rest)
+    return rope.turned(mean, factor.real.to(mean), factor.imag.to(mean))
 
 
 class Centroid:
@@ -200,5 +195,4 @@ def rotated(queries: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     angle = source.double()[:, :, None, None] * inv_freq  # [B, S or 1, 1, F]
     cos = (angle.cos() * rope.attention_scaling).to(queries.device, torch.float32)
     sin = (angle.sin() * rope.attention_scaling).to(queries.device, torch.float32)
-    re, im, rest = rope.parts(queries.float())
-    return rope.joined(re * cos - im * sin, re * sin + im * cos, rest)
+    return rope.turned(queries.float(), cos, sin)

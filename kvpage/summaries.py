@@ -112,6 +112,28 @@ class Recent(NamedTuple):
     queries: Tensor
     real: Tensor | None
 
+    def last(self, count: int) -> Recent:
+        """The last `count` of them, or all."""
+        start = max(0, self.queries.shape[1] - count)
+        return Recent(self.queries[:, start:], None if self.real is None else self.real[:, start:])
+
+    def plus(self, later: Recent) -> Recent:
+        """With `later` ones behind them."""
+        real = None
+        if self.real is not None or later.real is not None:
+            parts = [
+                each.queries.new_ones(each.queries.shape[:2], dtype=torch.bool)
+                if each.real is None
+                else each.real
+                for each in (self, later)
+            ]
+            real = torch.cat(parts, dim=1)
+        return Recent(torch.cat((self.queries, later.queries), dim=1), real)
+
+    def select(self, rows: Tensor) -> Recent:
+        """Of the rows `rows`."""
+        return Recent(self.queries[rows], None if self.real is None else self.real[rows])
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -142,6 +164,9 @@ class Statistics:
         mean = self.rope.magnitude(self.query_mean)
         return mean / self.query_magnitude.clamp_min(torch.finfo(torch.float32).tiny)
 
+
+SAMPLE_TOKENS = 128
+"""Queries that stand for all those of a run, or of a data set."""
 
 NOT_SAMPLED = 1 << 32
 """Priority of what is no token of the row."""

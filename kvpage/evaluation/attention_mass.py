@@ -66,7 +66,7 @@ class Oracle:
         self._starts = torch.tensor([*mass.starts, mass.tokens])
         self._future = {}
         for index, site in enumerate(sites):
-            future = mass.layer(index).flip(0).cumsum(0).flip(0)
+            future = to_come(mass.layer(index))
             self._future[site.layer_idx] = torch.cat((future, torch.zeros_like(future[:1])))
 
     def __call__(self, tokens: LiveTokens) -> Tensor:
@@ -84,6 +84,11 @@ class MassKept:
     oracle: float
 
 
+def to_come(mass: Tensor) -> Tensor:
+    """The mass `[bins, ...]` from each bin to the end."""
+    return mass.flip(0).cumsum(0).flip(0)
+
+
 def mass_by_key(weights: Tensor, site: AttentionSite) -> Tensor:
     """float32 `[Hkv, K]` on the CPU of the probabilities `[1, H, q, K]` at `site`."""
     return weights[0].float().sum(dim=1).unflatten(0, (-1, site.groups)).sum(dim=1).cpu()
@@ -98,7 +103,7 @@ def mass_kept(
     from then to the end; sinks and recent tokens are protected as the cache's own.
     """
     kept = oracle = total = 0.0
-    future = mass.double().flip(0).cumsum(0).flip(0)  # from each bin to the end
+    future = to_come(mass.double())
     chosen = torch.ones_like(mass[0], dtype=torch.bool)
     stops = [event.seen_tokens for event in trace[1:]] + [mass.shape[-1]]
     for event, stop in zip(trace, stops, strict=True):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -289,6 +290,11 @@ class _Running:
         )
 
 
+def _stretches(tokens: int, prompt: int, step: int) -> Iterator[tuple[int, int]]:
+    """Where each forward starts and stops."""
+    return pairwise([0, *range(prompt, tokens, step), tokens])
+
+
 def _oracle(
     model: nn.Module,
     ids: Tensor,
@@ -300,8 +306,7 @@ def _oracle(
     """The attention to come, from a pass of the full cache ahead of the others."""
     full: Any = DynamicCache(config=describe(model).config)
     mass, last = AttentionMass(len(sites), len(ids)), -1
-    starts = [0, *range(prompt, len(ids) - 1, step)]
-    for start, stop in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+    for start, stop in _stretches(len(ids) - 1, prompt, step):
         seen.clear()
         model(ids[None, start:stop], **{NEWEST: full, "logits_to_keep": 1})
         known = [layer for _, layer in seen if layer is not None]
@@ -327,8 +332,7 @@ def _lock_step(
     full: Any = DynamicCache(config=describe(model).config)
     running = [_Running(c, c.cache(model, trace=True, pin_prompt=False)) for c in contenders]
     mass = AttentionMass(len(sites), len(ids)) if attention_mass else None
-    starts = [0, *range(prompt, len(ids) - 1, step)]
-    for start, stop in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+    for start, stop in _stretches(len(ids) - 1, prompt, step):
         new, targets = ids[None, start:stop], ids[start + 1 : stop + 1]
         expected = _log_probabilities(model, new, full)
         whole, compacted = seen.copy(), False
