@@ -2,6 +2,7 @@
 
 from kvpage.attachments import attach, detach
 from kvpage.attention import register
+from kvpage.block_map import BlockMap
 from kvpage.cache import PagedCompactCache
 from kvpage.calibrating import calibrate
 from kvpage.calibration import CalibratedStatistics
@@ -11,6 +12,7 @@ from kvpage.scoring import LiveTokens, Scorer
 from kvpage.summaries import Statistics
 
 __all__ = [
+    "BlockMap",
     "CalibratedStatistics",
     "LiveTokens",
     "PagedCompactCache",

@@ -227,6 +227,24 @@ class PagedCompactCache(PagedCore, Cache):
         assert layer.statistics is not None
         return layer.statistics.read()
 
+    @property
+    def full_layers(self) -> list[int]:
+        """Indices of the layers of full attention, which the budget is for; none while empty."""
+        return [layer.index for layer in self._stack.ranked]
+
+    def live_positions(self, layer_idx: int) -> Tensor:
+        """int64 `[B, Hkv, live]`: positions of the tokens that live at `layer_idx`, pads -1.
+
+        Raises `ValueError` for an empty cache or a layer that is none of full attention.
+        """
+        layer = self._stack.by_index.get(layer_idx)
+        if layer is None or layer.is_sliding or layer.storage is None:
+            known = self.full_layers or "none yet, nothing was cached"
+            raise ValueError(f"layer_idx: a layer of full attention ({known}), got {layer_idx}")
+        self._check_complete()
+        device = layer.storage.keys.device
+        return layer.positions(self._forwards.positions.appended(device)).long()
+
     def report(self) -> Report:
         """What happened so far; nothing is counted for it while decoding."""
         return report_on(
