@@ -190,6 +190,11 @@ class Sample(NamedTuple):
         """bool `[B, S]`: which places hold a query."""
         return self.priority < NOT_SAMPLED
 
+    @property
+    def positions(self) -> Tensor:
+        """int64 `[B, S]`: the tokens' positions in the row, pads not counted, where `held`."""
+        return _bits_reversed(self.priority)
+
     def select(self, rows: Tensor) -> Sample:
         return Sample(self.queries[rows], self.priority[rows])
 
@@ -200,10 +205,16 @@ class Sample(NamedTuple):
             position = start[:, None] + torch.arange(tokens, device=start.device)
         else:
             position = start[:, None] + real.cumsum(dim=1) - 1
-        for shift, mask in enumerate((0x55555555, 0x33333333, 0x0F0F0F0F, 0x00FF00FF, 0xFFFF)):
-            bits = 1 << shift
-            position = ((position >> bits) & mask) | ((position & mask) << bits)
+        position = _bits_reversed(position)
         return position if real is None else position.masked_fill(~real, NOT_SAMPLED)
+
+
+def _bits_reversed(numbers: Tensor) -> Tensor:
+    """int64 `numbers` below 2**32 with the order of their 32 bits turned round."""
+    for shift, mask in enumerate((0x55555555, 0x33333333, 0x0F0F0F0F, 0x00FF00FF, 0xFFFF)):
+        bits = 1 << shift
+        numbers = ((numbers >> bits) & mask) | ((numbers & mask) << bits)
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,14 @@ ORDER = [  # a module imports only from lines above its own
     {"core"},
     {"cache"},
     {"block_map"},
+    {"plot.style"},
+    {"plot.budgets", "plot.geometry", "plot.histories", "plot.maps", "plot.survival"},
+    {"plot"},
     {"kvpage"},
     {"evaluation.contenders", "evaluation.intervals", "evaluation.attention_mass"}
     | {"evaluation.runner", "evaluation.answers"},
     {"evaluation.fidelity", "evaluation.memory", "evaluation.tasks", "evaluation.lm_eval"}
-    | {"evaluation.plots", "evaluation.tables"},
+    | {"evaluation.tables"},
     {"evaluation.texts"},
     {"evaluation"},
     {"cli.evaluate", "cli.calibrate"},
@@ -113,7 +116,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1200, "cli": 450}
-    limits |= {"views": 500}
+    limits |= {"views": 500, "plot": 700}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:

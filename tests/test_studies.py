@@ -17,7 +17,6 @@ from tiny import build, cache_name, prompt
 from kvpage.evaluation import FULL, Contender, bootstrap_interval, pass_at_k, wilson_interval
 from kvpage.evaluation.answers import is_right, method, reference
 from kvpage.evaluation.memory import TASKS, MemoryStudy, answered, encoded, example
-from kvpage.evaluation.plots import plot
 from kvpage.evaluation.runner import Journal, Subject, Work, grouped, run
 from kvpage.evaluation.tables import comma_separated, markdown, save
 from kvpage.evaluation.tasks import TaskStudy, load_problems
@@ -395,7 +394,7 @@ def test_settings_that_make_no_sense_are_refused():
         TaskStudy("q", [], template="hello")
 
 
-# Tables and plots.
+# Tables.
 
 ROWS = [
     {"model": "m", "budget": None, "scorer": "-", "accuracy": 0.5, "accuracy_low": 0.4,
@@ -420,18 +419,3 @@ def test_tables_say_the_same_in_every_form(tmp_path):
         "notes": ["a note"],
     }
     assert (tmp_path / "new" / "tasks.md").read_text() == markdown(ROWS) + "\n\na note\n"
-
-
-def test_plots_show_every_row():
-    pytest.importorskip("matplotlib")
-    rows = [*ROWS, ROWS[1] | {"budget": 128, "accuracy": 0.4, "kv_bytes": 3 * 2**19}]
-    (axes,) = plot(rows).axes
-    full, knorm = axes.lines[0], axes.lines[1]
-    assert list(full.get_ydata()) == [0.5, 0.5]
-    assert list(knorm.get_xdata()) == [64, 128] and list(knorm.get_ydata()) == [0.25, 0.4]
-    (axes,) = plot(rows, "kv_bytes").axes
-    assert sorted(x for line in axes.lines[:6] for x in line.get_xdata())[-1] == 2.0
-    with pytest.raises(ValueError, match="against"):
-        plot(rows, "bytes")
-    with pytest.raises(ValueError, match="rows"):
-        plot([{"budget": 1}])

@@ -295,10 +295,11 @@ def _run(
     from tqdm import tqdm
     from transformers.utils import logging
 
-    from kvpage.evaluation.plots import plot as draw
     from kvpage.evaluation.runner import Processes, run
     from kvpage.evaluation.tables import save, terminal
 
+    if plot:
+        from kvpage.plot import budget_curves  # not there: say so before the work
     logging.disable_progress_bar()
     speaks = Processes().rank == 0
     records = []
@@ -321,7 +322,7 @@ def _run(
     save(rows, notes, out, name)
     if plot and rows:
         for against in ("budget", "kv_bytes"):
-            figure = draw(rows, against)
+            figure = budget_curves(rows, against)
             for ending in ("svg", "png"):
                 figure.savefig(out / f"{name}-{against}.{ending}", dpi=200)
     if json:

@@ -1,0 +1,27 @@
+"""Pictures of a cache: each function returns a matplotlib `Figure`, which a notebook shows.
+
+Needs matplotlib, which the extra `plot` brings; pyplot and its settings are left alone.
+"""
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"kvpage.plot needs matplotlib ({error}): pip install 'kvpage[plot]'"
+    ) from error
+
+from kvpage.plot.budgets import budget_curves
+from kvpage.plot.geometry import centroids, resultant_lengths
+from kvpage.plot.histories import blocks_freed, live_tokens
+from kvpage.plot.maps import block_map
+from kvpage.plot.survival import survivors
+
+__all__ = [
+    "block_map",
+    "blocks_freed",
+    "budget_curves",
+    "centroids",
+    "live_tokens",
+    "resultant_lengths",
+    "survivors",
+]
