@@ -10,16 +10,21 @@ from kvpage.compaction import TracedCompaction
 from kvpage.report import Report
 from kvpage.scoring import LiveTokens, Scorer
 from kvpage.summaries import Statistics
+from kvpage.usage import Usage
+from kvpage.watch import History, Watch
 
 __all__ = [
     "BlockMap",
     "CalibratedStatistics",
+    "History",
     "LiveTokens",
     "PagedCompactCache",
     "Report",
     "Scorer",
     "Statistics",
     "TracedCompaction",
+    "Usage",
+    "Watch",
     "attach",
     "calibrate",
     "detach",

@@ -21,6 +21,7 @@ from kvpage.report import Report, report_on
 from kvpage.scorers import resolve_scorer
 from kvpage.settings import PinPrompt, Settings
 from kvpage.summaries import Statistics
+from kvpage.usage import Usage
 
 
 class PagedCompactCache(PagedCore, Cache):
@@ -245,6 +246,10 @@ class PagedCompactCache(PagedCore, Cache):
         device = layer.storage.keys.device
         return layer.positions(self._forwards.positions.appended(device)).long()
 
+    def usage(self) -> Usage:
+        """The numbers of `report()` that change with every token, at little cost."""
+        return self._gauge.read()
+
     def report(self) -> Report:
         """What happened so far; nothing is counted for it while decoding."""
         return report_on(
@@ -268,6 +273,11 @@ class PagedCompactCache(PagedCore, Cache):
             f"{ledger.seen} seen, {ledger.live} live, {ledger.pool.num_used_blocks} of "
             f"{ledger.pool.num_blocks} blocks used, {ledger.compactions} compactions)"
         )
+
+    def _repr_html_(self) -> str:
+        model = self._meeting.name or "no model yet"
+        names = model, f"scorer={self.scorer_name}", f"budget={self.settings.budget}"
+        return self.usage().html(type(self).__name__, *names)
 
     def check(self) -> None:
         """Raise `RuntimeError`, with numbers, unless block bookkeeping and tensors agree."""

@@ -26,6 +26,7 @@ from kvpage.selection import Selection, propose
 from kvpage.settings import Settings
 from kvpage.stack import LayerStack
 from kvpage.storage import check_states
+from kvpage.usage import Gauge
 
 C = TypeVar("C", bound="PagedCore")
 
@@ -51,7 +52,7 @@ class PagedCore(HookedCache):
         self._make_layers()
         self._selection = Selection(None, self.scorer, self._stack.paged)
         self.trace: list[TracedCompaction] | None = [] if self.settings.trace else None
-        self._bytes_peak = 0
+        self._bytes_peak, self._gauge = 0, Gauge(self._stack)
 
     def _make_layers(self) -> None:
         key = self._meeting.key
@@ -321,6 +322,7 @@ class PagedCore(HookedCache):
         twin.__dict__.update(self.__dict__)
         twin._stack = self._stack.fork()
         twin._free_when_dead()
+        twin._gauge = Gauge(twin._stack)
         twin.layers = twin._stack.all
         twin._forwards = self._forwards.fork(twin._stack)
         twin._decoding = self._decoding.fork(twin._forwards)

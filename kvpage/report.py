@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpage import html
 from kvpage.blocks import BlockPool
 from kvpage.layer import PagedLayer
 from kvpage.positions import TokenPositions
@@ -73,7 +74,9 @@ class Report:
         """Every number under its own name, for JSON."""
         return asdict(self) | {"evicted_tokens": self.evicted_tokens}
 
-    def __str__(self) -> str:
+    def rows(self) -> list[tuple[str, str]]:
+        """The report in words: names, two spaces in front of what belongs to the one above, and
+        values."""
         budget = "none" if self.budget is None else f"{self.budget} tokens"
         bound = "yes" if self.budget_bound else "no, nothing was evicted"
         rows = [
@@ -119,8 +122,16 @@ class Report:
             rows.append(
                 ("state layers", f"{self.state_layers}: {readable(self.bytes_states)}"),
             )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        blocks = html.strip(self.blocks_used, self.blocks_free, self.blocks_freed)
+        return html.panel(blocks, html.table(self.rows()))
 
 
 def readable(count: int) -> str:
@@ -151,7 +162,7 @@ def report_on(
         ever = int((live[0].amax(dim=(1, 2)) // ledger.block_size + 1).sum())
     counts_only = stack.shown is not ledger  # no layer stores anything under `ledger`
     pool = BlockPool(0) if counts_only else ledger.pool
-    bytes_states = sum(t.nbytes for state in states for t in _tensors_of(state))
+    bytes_states = sum(map(bytes_of_state, states))
     return Report(
         model=model or "none yet",
         scorer=scorer,
@@ -168,7 +179,7 @@ def report_on(
         blocks_freed_without_compaction=max(0, ever - held),
         blocks_freed_without_compaction_per_head=max(0.0, ever - held_per_head),
         bytes_reserved=sum(layer.bytes_reserved for layer in layers) + bytes_states,
-        bytes_in_use=sum(_bytes_in_use(layer) for layer in layers) + bytes_states,
+        bytes_in_use=sum(map(_bytes_in_use, layers)) + bytes_states,
         bytes_peak=bytes_peak + bytes_states,
         bytes_statistics=sum(layer.bytes_statistics for layer in layers),
         compactions=ledger.compactions,
@@ -187,14 +198,19 @@ def report_on(
 
 
 def _bytes_in_use(layer: PagedLayer) -> int:
-    pool = layer.ledger.pool
-    return layer.bytes_reserved // pool.num_blocks * pool.num_used_blocks if pool.num_blocks else 0
+    return bytes_in_block(layer) * layer.ledger.pool.num_used_blocks
 
 
-def _tensors_of(state: Any) -> Iterator[Tensor]:
-    """The tensors of one of transformers' own state layers."""
-    for tensors in (state.conv_states, state.recurrent_states):
-        yield from (tensor for tensor in tensors.values() if tensor is not None)
+def bytes_in_block(layer: PagedLayer) -> int:
+    """Bytes of the keys and values that one block holds in `layer`; 0 before there is one."""
+    held = 0 if layer.storage is None else layer.storage.keys.shape[1]
+    return layer.bytes_reserved // held if held else 0
+
+
+def bytes_of_state(state: Any) -> int:
+    """Bytes of the tensors of one of transformers' own state layers."""
+    tensors = (*state.conv_states.values(), *state.recurrent_states.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def blocks_held_in_place(layers: Iterable[Tensor], rows: int, block_size: int) -> tuple[int, float]:

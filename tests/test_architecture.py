@@ -8,6 +8,7 @@ import kvpage
 PACKAGE = Path(kvpage.__file__).parent
 ORDER = [  # a module imports only from lines above its own
     {"blocks", "compat", "device", "rope", "settings", "positions", "kernels.moments"}
+    | {"html", "transcript"}
     | {"kernels.triton_move_slots", "kernels.triton_paged_attention", "kernels.triton_write_kv"},
     {"kernels.reference", "kernels.triton_attention_mass", "kernels.triton_score_tokens"},
     {"summaries"},
@@ -20,10 +21,11 @@ ORDER = [  # a module imports only from lines above its own
     {"meeting", "recording", "priors"},
     {"calibrating"},
     {"forwards", "report"},
-    {"decoding"},
+    {"decoding", "usage"},
     {"core"},
     {"cache"},
-    {"block_map"},
+    {"block_map", "displays"},
+    {"watch"},
     {"plot.style"},
     {"plot.budgets", "plot.geometry", "plot.histories", "plot.maps", "plot.survival"},
     {"plot"},
@@ -40,6 +42,7 @@ ORDER = [  # a module imports only from lines above its own
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
 KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
+KNOW_TRANSFORMERS |= {"watch"}
 KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner"}
 KNOW_TRITON = {
     "kernels.triton_attention_mass",
@@ -50,7 +53,7 @@ KNOW_TRITON = {
 }
 SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "priors", "recording"}
 SHARE_STATISTICS |= {"triattention"}
-VIEWS = {"block_map"}
+VIEWS = {"block_map", "displays", "html", "transcript", "usage", "watch"}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 
