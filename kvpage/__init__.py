@@ -10,6 +10,7 @@ from kvpage.compaction import TracedCompaction
 from kvpage.report import Report
 from kvpage.scoring import LiveTokens, Scorer
 from kvpage.summaries import Statistics
+from kvpage.survivors import Survivors
 from kvpage.usage import Usage
 from kvpage.watch import History, Watch
 
@@ -22,6 +23,7 @@ __all__ = [
     "Report",
     "Scorer",
     "Statistics",
+    "Survivors",
     "TracedCompaction",
     "Usage",
     "Watch",

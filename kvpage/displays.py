@@ -161,7 +161,7 @@ def html_of(view: View) -> str:
     """`view` for a notebook; of a long text the end."""
     usage, text = view.usage, view.text
     if len(text) > TAIL_CHARACTERS:
-        text = f"… {text[-TAIL_CHARACTERS:]}"
+        text = f"… {text[-TAIL_CHARACTERS:].partition(' ')[2]}"
     parts = [
         html.heading(view.title, view.speed, lengths(usage)),
         html.strip(usage.blocks_used, usage.blocks_free, usage.blocks_freed),

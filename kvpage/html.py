@@ -27,7 +27,7 @@ FAINTEST = 0.36
 
 USED = f"background:{ACCENT}"
 FREE = f"box-shadow:inset 0 0 0 1px {ACCENT}"
-FREED = "background:rgba(128,128,128,.28)"
+FREED = "background:rgba(128,128,128,.4)"
 
 
 def panel(*parts: str) -> str:
@@ -106,8 +106,8 @@ def strip(used: int, free: int, freed: int) -> str:
 
 
 def passage(text: str) -> str:
-    """Text as it stands, line breaks included."""
-    return _passage(escape(text))
+    """Text as it stands, line breaks included, scrolled to its end."""
+    return _passage(f"<div>{escape(text)}</div>", "display:flex;flex-direction:column-reverse;")
 
 
 def greyed(tokens: Sequence[str], shares: Sequence[float | None]) -> str:
@@ -147,9 +147,9 @@ def _run(
     return f'<span {title} style="opacity:{opacity:.2f}">{text}</span>'
 
 
-def _passage(inner: str) -> str:
-    style = (
-        f"font:12.5px/1.6 {MONO};white-space:pre-wrap;overflow-wrap:anywhere;max-height:30em;"
+def _passage(inner: str, style: str = "") -> str:
+    style += (
+        f"font:12.5px/1.6 {MONO};white-space:pre-wrap;overflow-wrap:anywhere;max-height:25em;"
         f"overflow:auto;margin:6px 0;padding:6px 10px;background:{GROUND};border-radius:4px"
     )
     return f'<div style="{style}">{inner}</div>'

@@ -38,6 +38,11 @@ class Transcript:
         """The text read so far, without what ends within a character."""
         return "".join(self._pieces)
 
+    def rest(self) -> str:
+        """What `read` held back."""
+        before = self._decode(self.token_ids[self._context : self._read])
+        return self._decode(self.token_ids[self._context :])[len(before) :]
+
     def finish(self) -> None:
         """No token is to come: take all of the text as the tokenizer decodes it at once."""
         self._pieces = [self._decode(self.token_ids)]

@@ -24,7 +24,7 @@ ORDER = [  # a module imports only from lines above its own
     {"decoding", "usage"},
     {"core"},
     {"cache"},
-    {"block_map", "displays"},
+    {"block_map", "displays", "survivors"},
     {"watch"},
     {"plot.style"},
     {"plot.budgets", "plot.geometry", "plot.histories", "plot.maps", "plot.survival"},
@@ -53,7 +53,7 @@ KNOW_TRITON = {
 }
 SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "priors", "recording"}
 SHARE_STATISTICS |= {"triattention"}
-VIEWS = {"block_map", "displays", "html", "transcript", "usage", "watch"}
+VIEWS = {"block_map", "displays", "html", "survivors", "transcript", "usage", "watch"}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 
