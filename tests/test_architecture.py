@@ -34,7 +34,7 @@ ORDER = [  # a module imports only from lines above its own
     | {"evaluation.runner", "evaluation.answers"},
     {"evaluation.fidelity", "evaluation.memory", "evaluation.tasks", "evaluation.lm_eval"}
     | {"evaluation.tables"},
-    {"evaluation.texts"},
+    {"evaluation.texts", "evaluation.evaluating"},
     {"evaluation"},
     {"cli.evaluate", "cli.calibrate"},
     {"cli"},
@@ -118,7 +118,7 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1200, "cli": 450}
+    limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
     limits |= {"views": 500, "plot": 700}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)

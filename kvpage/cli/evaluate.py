@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvpage.evaluation.contenders import Contender
+    from kvpage.evaluation.evaluating import Study
     from kvpage.evaluation.runner import Subject
 
 INTERRUPTED = 130
@@ -88,15 +89,7 @@ def fidelity(
         study = FidelityStudy(data, tokens, limit, prompt, step)
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(
-            study,
-            subjects,
-            _contenders(budgets, scorers, options, "fidelity"),
-            "fidelity",
-            out,
-            json,
-            plot,
-        )
+        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
 
 
 @evaluate.command()
@@ -140,15 +133,7 @@ def memory(
         study = MemoryStudy(names, sizes, limit, step, full_at_least)
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(
-            study,
-            subjects,
-            _contenders(budgets, scorers, options, "memory"),
-            "memory",
-            out,
-            json,
-            plot,
-        )
+        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
 
 
 @evaluate.command()
@@ -210,15 +195,7 @@ def tasks(
         )
         subjects = _subjects(model, adapter, tokenizer, dtype, device)
         options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(
-            study,
-            subjects,
-            _contenders(budgets, scorers, options, "tasks"),
-            "tasks",
-            out,
-            json,
-            plot,
-        )
+        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
 
 
 class _errors:
@@ -250,22 +227,13 @@ def _integer(option: str, text: str) -> int:
         raise ValueError(f"{option}: integers with commas expected, got {text!r}") from None
 
 
-def _contenders(budgets: str, scorers: str, options: dict[str, Any], task: str) -> list[Contender]:
-    """The full cache once, and every scorer at every budget; each is made once, to be checked."""
-    from kvpage.cache import PagedCompactCache
-    from kvpage.evaluation.contenders import FULL, Contender
+def _contenders(budgets: str, scorers: str, options: dict[str, Any]) -> list[Contender]:
+    from kvpage.evaluation.contenders import Contender
 
-    found = []
-    for text in budgets.split(","):
-        if text.strip().lower() in ("none", "full"):
-            found.append(FULL)
-            continue
-        budget = _integer("--budgets", text)
-        for scorer in scorers.split(","):
-            if scorer != "oracle" or task != "fidelity":
-                PagedCompactCache(budget=budget, scorer=scorer, **options).reset()
-            found.append(Contender(budget, scorer, options))
-    return found
+    full = ("none", "full")
+    texts = [text.strip().lower() for text in budgets.split(",")]
+    numbers = [None if text in full else _integer("--budgets", text) for text in texts]
+    return Contender.grid(numbers, scorers.split(","), **options)
 
 
 def _subjects(
@@ -281,10 +249,9 @@ def _subjects(
 
 
 def _run(
-    study: Any,
+    study: Study,
     subjects: Sequence[Subject],
     contenders: Sequence[Contender],
-    name: str,
     out: Path,
     json: bool,
     plot: bool,
@@ -292,47 +259,19 @@ def _run(
     import json as encoder
 
     from rich.console import Console
-    from tqdm import tqdm
     from transformers.utils import logging
 
-    from kvpage.evaluation.runner import Processes, run
-    from kvpage.evaluation.tables import save, terminal
+    from kvpage.evaluation.evaluating import evaluate
 
-    if plot:
-        from kvpage.plot import budget_curves  # not there: say so before the work
     logging.disable_progress_bar()
-    speaks = Processes().rank == 0
-    records = []
-    for subject in subjects:
-        works = list(study.works(subject, contenders))
-        with tqdm(desc=Path(subject.path).name, disable=not speaks, unit="step") as bar:
-
-            def progress(done: int, total: int, bar: Any = bar) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            records += run(works, out, progress)
-        subject.release()
-    if not speaks:
+    found = evaluate(study, subjects, contenders, out, plot=plot)
+    if not found.is_main:
         return
-    rows, notes = study.rows(records)
-    if idle := [row for row in rows if row["budget"] is not None and not row["compactions"]]:
-        budgets = ", ".join(str(budget) for budget in sorted({row["budget"] for row in idle}))
-        notes.append(f"where compactions are 0, nothing was evicted (budgets {budgets})")
-    save(rows, notes, out, name)
-    if plot and rows:
-        for against in ("budget", "kv_bytes"):
-            figure = budget_curves(rows, against)
-            for ending in ("svg", "png"):
-                figure.savefig(out / f"{name}-{against}.{ending}", dpi=200)
     if json:
-        typer.echo(encoder.dumps({"rows": rows, "notes": notes}))
+        typer.echo(encoder.dumps({"rows": found.rows, "notes": found.notes}))
         return
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=200)
-    if rows:
-        console.print(terminal(rows))
-    for note in notes:
-        console.print(note, highlight=False)
-    console.print(f"tables in {out}/{name}.md, .csv, .json", highlight=False)
+        console = Console(highlight=False, width=200)
+    console.print(found)
+    console.print(f"tables in {out}/{study.kind}.md, .csv, .json")

@@ -1,6 +1,7 @@
 """Evaluation: what a budget costs a model, in fidelity, memory of what was evicted, and tasks."""
 
 from kvpage.evaluation.contenders import FULL, Contender
+from kvpage.evaluation.evaluating import Evaluation, evaluate
 from kvpage.evaluation.fidelity import Fidelity, fidelity, pooled
 from kvpage.evaluation.intervals import bootstrap_interval, pass_at_k, wilson_interval
 from kvpage.evaluation.memory import MemoryStudy
@@ -11,12 +12,14 @@ from kvpage.evaluation.texts import FidelityStudy
 __all__ = [
     "FULL",
     "Contender",
+    "Evaluation",
     "Fidelity",
     "FidelityStudy",
     "MemoryStudy",
     "Subject",
     "TaskStudy",
     "bootstrap_interval",
+    "evaluate",
     "fidelity",
     "load_problems",
     "pass_at_k",

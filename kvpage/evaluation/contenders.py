@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,26 @@ class Contender:
     scorer: str | Callable[..., Tensor] = "sampled"
     options: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
+
+    @classmethod
+    def grid(
+        cls,
+        budgets: Sequence[int | None],
+        scorers: Sequence[str | Callable[..., Tensor]] = ("sampled",),
+        **options: Any,
+    ) -> list[Contender]:
+        """Every scorer at every budget, and the full cache, `None` among the budgets, once."""
+        bounded = [budget for budget in budgets if budget is not None]
+        found = [cls(budget, scorer, options) for budget in bounded for scorer in scorers]
+        return [FULL] * (None in budgets) + found
+
+    def check(self, oracle: bool = False) -> None:
+        """Raise `ValueError` unless a cache can be made of it.
+
+        oracle: whether the scorer may be `"oracle"`, which only `fidelity` knows.
+        """
+        scorer = "random" if oracle and self.scorer == "oracle" else self.scorer
+        PagedCompactCache(budget=self.budget, scorer=scorer, **self.options).reset()
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,8 @@ class MemoryStudy:
     Score: share of examples answered without an error; in list copying, of the answers' tokens.
     """
 
+    kind: ClassVar[str] = "memory"
+
     tasks: Sequence[str] = tuple(TASKS)
     lengths: Sequence[int] = (512, 1024)
     samples: int = 10
@@ -174,7 +176,7 @@ class MemoryStudy:
         """One text each, for every contender and the full cache."""
         everyone = [FULL, *(one for one in contenders if one.budget is not None)]
         for task, tokens, seed in product(self.tasks, self.lengths, range(self.samples)):
-            key = {"study": "memory", "task": task, "tokens": tokens, "seed": seed}
+            key = {"study": self.kind, "task": task, "tokens": tokens, "seed": seed}
             key |= {"step": self.step} | subject.key
             keys = [key | contender.key for contender in everyone]
             yield Work(keys, self._runner(subject, everyone, task, tokens, seed))

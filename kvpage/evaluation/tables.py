@@ -36,7 +36,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 def _cell(name: str, row: Row) -> str:
     text = _text(name, row.get(name))
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return text if low is None or high is None else f"{text} [{low:.3g}, {high:.3g}]"
+    return text if low is None or high is None else f"{text} [{low:.2g}, {high:.2g}]"
 
 
 def _text(name: str, value: Any) -> str:
@@ -70,6 +70,7 @@ def comma_separated(rows: Sequence[Row]) -> str:
 
 def terminal(rows: Sequence[Row]) -> Any:
     """As a rich `Table`; what is the same in every row stands above it."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     head, *body = cells(rows)
@@ -77,11 +78,13 @@ def terminal(rows: Sequence[Row]) -> Any:
         i for i, name in enumerate(head) if name in ABOUT and len({line[i] for line in body}) == 1
     ]
     title = ", ".join(f"{head[i]}: {body[0][i]}" for i in same)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     shown = [i for i in range(len(head)) if i not in same]
     for i in shown:
         left = head[i] in ("model", "task", "scorer")
-        table.add_column(head[i], justify="left" if left else "right", overflow="fold")
+        whole = any("[" in line[i] for line in body)  # an interval is read in one line
+        justify: Any = "left" if left else "right"
+        table.add_column(head[i], justify=justify, overflow="fold", no_wrap=whole)
     for line in body:
         table.add_row(*(line[i] for i in shown))
     return table

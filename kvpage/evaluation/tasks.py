@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,6 +90,8 @@ class TaskStudy:
     Raises `ValueError` for several seeds without a temperature, and a k of more than the seeds.
     """
 
+    kind: ClassVar[str] = "tasks"
+
     name: str
     problems: Sequence[Problem]
     max_new_tokens: int = 512
@@ -111,11 +113,13 @@ class TaskStudy:
     def works(self, subject: Subject, contenders: Sequence[Contender]) -> Iterator[Work]:
         """One batch each: what lives in a padded batch depends on its rows, so that batches are
         made once, whoever runs them."""
+        if any(method(problem.answer) == "math-verify" for problem in self.problems):
+            import math_verify  # noqa: F401, fails here rather than behind the first answers
         size = self.batch_size
         batches = [self.problems[i : i + size] for i in range(0, len(self.problems), size)]
         for contender, seed, number in product(contenders, self.seeds, range(len(batches))):
             texts = [[p.question, p.answer] for p in batches[number]]
-            key: Key = {"study": "tasks", "task": self.name, "batch": number, "seed": seed}
+            key: Key = {"study": self.kind, "task": self.name, "batch": number, "seed": seed}
             key["problems"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
             for name in ("max_new_tokens", "temperature", "top_p", "template"):
                 key[name] = getattr(self, name)

