@@ -144,7 +144,7 @@ class LayerStatistics:
         real = None
         if any(part.real is not None for part in parts):
             real = torch.cat([_real(part, queries.device) for part in parts], dim=1)
-        new = Recent(queries.unflatten(2, (self.heads, self.dim)), real)
+        new = Recent(queries.view(*queries.shape[:2], self.heads, self.dim), real)
         self._recent = new if self._recent is None else self._recent.last(missing).plus(new)
 
     def crop(self, count: int) -> None:
