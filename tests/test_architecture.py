@@ -23,7 +23,7 @@ ORDER = [  # a module imports only from lines above its own
     {"forwards", "report"},
     {"decoding", "usage"},
     {"core"},
-    {"cache"},
+    {"cache", "footprint"},
     {"block_map", "displays", "survivors"},
     {"watch"},
     {"plot.style"},
@@ -42,8 +42,7 @@ ORDER = [  # a module imports only from lines above its own
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
 KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
-KNOW_TRANSFORMERS |= {"watch"}
-KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner"}
+KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner", "footprint", "watch"}
 KNOW_TRITON = {
     "kernels.triton_attention_mass",
     "kernels.triton_move_slots",
