@@ -52,7 +52,17 @@ KNOW_TRITON = {
 }
 SHARE_STATISTICS = {"calibrating", "calibration", "layer_calibration", "priors", "recording"}
 SHARE_STATISTICS |= {"triattention"}
-VIEWS = {"block_map", "displays", "html", "survivors", "transcript", "usage", "watch"}
+VIEWS = {
+    "block_map",
+    "displays",
+    "footprint",
+    "html",
+    "survivors",
+    "survivors",
+    "transcript",
+    "usage",
+    "watch",
+}
 TENSOR_FREE = {"blocks", "ledger", "settings"}
 
 
@@ -118,7 +128,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
-    limits |= {"views": 500, "plot": 700}
+    limits |= {"views": 700, "plot": 750}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:
