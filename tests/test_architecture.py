@@ -127,8 +127,8 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4150, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
-    limits |= {"views": 700, "plot": 750}
+    limits = {"kvpage": 4200, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
+    limits |= {"views": 850, "plot": 750}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:

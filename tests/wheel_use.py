@@ -30,7 +30,7 @@ assert report.live_tokens <= 80 and report.blocks_freed > 0
 print(report)
 try:
     import kvpage.plot
-except ModuleNotFoundError as error:
+except ImportError as error:
     assert "kvpage[plot]" in str(error), error
 else:
     raise AssertionError("matplotlib is no dependency of the wheel")
