@@ -71,8 +71,8 @@ def not_compiled(function: F) -> F:
     return cast(F, call)
 
 
-TESTED = (5, 24)
-"""The newest transformers release the tests have run with."""
+OLDEST, TESTED = (5, 4), (5, 24)
+"""The oldest and the newest transformers release the tests have run with."""
 
 
 @functools.cache

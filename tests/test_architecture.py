@@ -34,15 +34,17 @@ ORDER = [  # a module imports only from lines above its own
     | {"evaluation.runner", "evaluation.answers"},
     {"evaluation.fidelity", "evaluation.memory", "evaluation.tasks", "evaluation.lm_eval"}
     | {"evaluation.tables"},
-    {"evaluation.texts", "evaluation.evaluating"},
+    {"evaluation.texts", "evaluation.evaluating", "evaluation.speed"},
     {"evaluation"},
-    {"cli.evaluate", "cli.calibrate"},
+    {"cli.options", "cli.machine"},
+    {"cli.evaluate", "cli.calibrate", "cli.info", "cli.bench"},
     {"cli"},
     {"cli.__main__"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
 KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
 KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner", "footprint", "watch"}
+KNOW_TRANSFORMERS |= {"cli.machine", "cli.options", "evaluation.speed"}
 KNOW_TRITON = {
     "kernels.triton_attention_mass",
     "kernels.triton_move_slots",

@@ -1,4 +1,4 @@
-"""The command line: `kvpage calibrate` and `kvpage eval`."""
+"""The command line: `kvpage info`, `generate`, `calibrate`, `eval` and `bench`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ def application() -> Any:
     """The typer app, with a sub-app or command of each module beside this."""
     import typer
 
+    from kvpage.cli.bench import bench_command
     from kvpage.cli.calibrate import calibrate_command
     from kvpage.cli.evaluate import evaluate
+    from kvpage.cli.info import info_command
 
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
     app.callback()(_kvpage)
+    app.command("info")(info_command)
     app.command("calibrate")(calibrate_command)
     app.add_typer(evaluate, name="eval")
+    app.command("bench")(bench_command)
     return app
 
 

@@ -42,7 +42,7 @@ def _cell(name: str, row: Row) -> str:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "full" if name == "budget" else "-"
-    if name == "kv_bytes":
+    if name.endswith("_bytes"):
         return readable(value)
     return (
         f"{value:.3g}"

@@ -1,0 +1,243 @@
+"""What the commands share: options, checks that name the option, and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from kvpage.evaluation.runner import Subject
+    from kvpage.footprint import Footprint
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit codes beside 0; the last as shells have it after Ctrl-C."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Folder of a checkpoint, or hub id.")]
+Adapter = Annotated[
+    str | None, typer.Option(help="PEFT adapter (LoRA, ...) to put on every --model: folder or id.")
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or hub id.", show_default="the adapter's or the model's")
+]
+Budget = Annotated[
+    str, typer.Option(help="Live tokens that a compaction leaves; `none` never evicts.")
+]
+Scorer = Annotated[
+    str, typer.Option(help="What ranks tokens: sampled, centroid, streaming, knorm, ...")
+]
+Interval = Annotated[int, typer.Option(min=1, help="Tokens between two compactions.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
+Sinks = Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")]
+Recent = Annotated[int, typer.Option(min=0, help="Latest tokens that are never evicted.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16 or float16; auto: as the model was saved.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, mps, ...", show_default="the accelerator")
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        help="sdpa, eager, ...; kvpage: attention reads the blocks, without copies.",
+        show_default="the model's own",
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")
+]
+
+B = TypeVar("B")
+
+
+class Refused(ValueError):
+    """A model that kvpage does not support, and why."""
+
+
+def bundled(kind: type[B]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of the dataclass `kind` as options; it gets them as one value,
+    its first argument."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        hints = get_type_hints(kind, include_extras=True)
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if _required(field) else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)  # type: ignore[arg-type]
+        ]
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+
+        @functools.wraps(command)
+        def run(**options: Any) -> None:
+            bundle = kind(**{name: options.pop(name) for name in names})
+            command(bundle, **options)
+
+        parameters = [*shared[:1], *own, *shared[1:]]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _required(field: Any) -> bool:
+    from dataclasses import MISSING
+
+    return field.default is MISSING
+
+
+@contextmanager
+def errors(command: str, interrupted: str = "interrupted") -> Iterator[None]:
+    """End a command as its help says: what the user got wrong is one line and exit code 2, memory
+    that does not suffice one line and 1, Ctrl-C the line `interrupted` and 130."""
+    try:
+        yield
+    except ImportError as error:
+        raise SystemExit(say(command, f"{error}: pip install 'kvpage[eval]'", BAD_INPUT)) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise SystemExit(say(command, first_line(error), BAD_INPUT)) from error
+    except KeyboardInterrupt:
+        raise SystemExit(say(command, interrupted, INTERRUPTED)) from None
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or "memory" in str(error).lower()):
+            raise
+        raise SystemExit(say(command, f"out of memory: {first_line(error)}", FAILED)) from error
+
+
+def say(command: str, text: str, code: int = 0) -> int:
+    """Print a line to stderr; returns `code`."""
+    typer.echo(f"kvpage {command}: {text}", err=True)
+    return code
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def naming(option: str, value: object) -> Iterator[None]:
+    """Have errors of input that other libraries raise name the option at fault."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else None
+        text = reason or first_line(error)
+        if text.startswith((f"{option}:", f"{option.strip('-')}:")):
+            raise
+        raise ValueError(f"{option}: {value}: {text}") from error
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Of `1,2,3`."""
+    return [integer(option, part) for part in text.split(",")]
+
+
+def integer(option: str, text: str) -> int:
+    """A number, or an error that names the option."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option}: integers with commas expected, got {text!r}") from None
+
+
+def budget_of(text: str, option: str = "--budget") -> int | None:
+    """A number of tokens; `none` or `full` is the full cache."""
+    return None if text.strip().lower() in ("none", "full") else integer(option, text)
+
+
+def check_device(device: str | None) -> None:
+    """Raise `ValueError` naming --device unless torch can put a tensor there."""
+    import torch
+
+    if device in (None, "auto"):
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: can't use {device!r}: {first_line(error)}") from error
+
+
+def footprint_of(model: str, dtype: str) -> Footprint:
+    """The shapes of a model, of its config alone; `ValueError` names --model or --dtype where
+    there is none, or kvpage does not support it."""
+    from transformers import AutoConfig
+
+    from kvpage.footprint import Footprint, without_weights
+
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"--dtype: {', '.join(DTYPES[:-1])} or {DTYPES[-1]} expected, got {dtype!r}"
+        )
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or model.count("/") != 1):
+        raise ValueError(f"--model: no folder {model}, and a hub id has the form owner/name")
+    if path.exists() and not (path / "config.json").is_file():
+        raise ValueError(f"--model: a folder with a config.json in it expected, got {model}")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        where = model if path.exists() else f"no folder {model}, and not to be had from the hub"
+        raise ValueError(f"--model: {where}: {reason}") from error
+    try:
+        return Footprint.of(without_weights(config, dtype))
+    except (ValueError, TypeError) as error:
+        raise Refused(f"--model: {model}: {first_line(error).removeprefix('model: ')}") from error
+
+
+def subject_of(
+    model: str, adapter: str | None, tokenizer: str | None, dtype: str, device: str | None
+) -> Subject:
+    """A model to be loaded, once it is clear that there is one and kvpage supports it."""
+    from kvpage.evaluation.runner import Subject
+
+    check_device(device)
+    footprint_of(model, dtype)
+    found = Subject(model, adapter, tokenizer, dtype, device)
+    if adapter is not None:
+        from peft import PeftConfig
+
+        with naming("--adapter", adapter):
+            PeftConfig.from_pretrained(adapter)
+    with naming("--tokenizer" if tokenizer else "--model", tokenizer or model):
+        found.tokenizer  # noqa: B018, loads it
+    return found
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show on stderr, in a terminal, that something takes its time."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with Console(stderr=True).status(what):
+        yield
+
+
+def load(subject: Subject, attention: str | None = None) -> Any:
+    """The model of `subject`, with a sign of life while it loads; attention: to set it to."""
+    with waiting(f"loading {subject.path}"), naming("--model", subject.path):
+        model: Any = subject.model
+    if attention is not None:
+        from kvpage.attention import register
+
+        register()
+        with naming("--attention", attention):
+            model.set_attn_implementation(attention)
+    return model
