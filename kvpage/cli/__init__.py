@@ -12,11 +12,13 @@ def application() -> Any:
     from kvpage.cli.bench import bench_command
     from kvpage.cli.calibrate import calibrate_command
     from kvpage.cli.evaluate import evaluate
+    from kvpage.cli.generate import generate_command
     from kvpage.cli.info import info_command
 
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
     app.callback()(_kvpage)
     app.command("info")(info_command)
+    app.command("generate")(generate_command)
     app.command("calibrate")(calibrate_command)
     app.add_typer(evaluate, name="eval")
     app.command("bench")(bench_command)
