@@ -8,17 +8,15 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpage import calibrating
+from kvpage.cli.options import Dtype, Json, Model, errors, load, naming, subject_of
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 def calibrate_command(
-    model: Annotated[str, typer.Option(help="Hub id or folder.")],
+    model: Model,
     dataset: Annotated[str, typer.Option(help="Hub id, or a .jsonl, .txt or .parquet file.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
     config: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
@@ -27,61 +25,69 @@ def calibrate_command(
     max_tokens: Annotated[int, typer.Option(help="Where to stop; pads do not count.")] = 2**17,
     seq_len: Annotated[int, typer.Option(help="Longer texts are cut into such pieces.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward.")] = 4,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str | None, typer.Option(help="Default: the accelerator, if any.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Default: OUT with .partial appended; gone at the end.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint, if any.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Collect statistics of a model's queries and keys over a data set.
 
-    Under `accelerate launch` the data set is split over the processes. Interrupted, the same
-    command goes on where it was. Exit status: 0 done, 2 bad input, 130 interrupted.
+    Under `accelerate launch` the data set is split over the processes. After Ctrl-C or a crash the
+    same command goes on where it was.
+
+    \b
+    Examples:
+      kvpage calibrate --model my-model --dataset text.txt --out statistics.safetensors
+      kvpage generate --model my-model --stats statistics.safetensors "Once upon a time"
+
+    Exit codes: 0 done, 1 out of memory, 2 bad input, 130 interrupted.
     """
     checkpoint = checkpoint or out.with_name(f"{out.name}.partial")
     state, rank, processes = None, 0, 1
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from accelerate import PartialState
+    with errors("calibrate", f"interrupted; the same command goes on from {checkpoint}"):
+        subject = subject_of(model, None, None, dtype, device)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from accelerate import PartialState
 
-        state = PartialState(cpu=device == "cpu")
-        rank, processes, device = state.process_index, state.num_processes, str(state.device)
-    try:
-        if not resume and rank == 0:
-            _remove(checkpoint)
-        if state is not None:
-            state.wait_for_everyone()
-        start = time.perf_counter()
-        statistics = calibrating.calibrate(
-            _model(model, dtype, device),
-            AutoTokenizer.from_pretrained(model),
-            _samples(dataset, config, split),
-            max_tokens=max_tokens,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            text_field="text" if dataset.endswith(".txt") else text_field,
-            dataset=Path(dataset).name if Path(dataset).exists() else dataset,
-            checkpoint=checkpoint,
-        )
-        seconds = time.perf_counter() - start
+            state = PartialState(cpu=device == "cpu")
+            rank, processes = state.process_index, state.num_processes
+            subject.device = str(state.device)
+        try:
+            if not resume and rank == 0:
+                _remove(checkpoint)
+            if state is not None:
+                state.wait_for_everyone()
+            from kvpage import calibrating
+
+            start = time.perf_counter()
+            with naming("--dataset", dataset):
+                samples = _samples(dataset, config, split)
+            statistics = calibrating.calibrate(
+                load(subject),
+                subject.tokenizer,
+                samples,
+                max_tokens=max_tokens,
+                seq_len=seq_len,
+                batch_size=batch_size,
+                text_field="text" if dataset.endswith(".txt") else text_field,
+                dataset=Path(dataset).name if Path(dataset).exists() else dataset,
+                checkpoint=checkpoint,
+            )
+            seconds = time.perf_counter() - start
+            if rank == 0:
+                statistics.save(out)
+                _remove(checkpoint)
+        finally:
+            if state is not None:
+                state.destroy_process_group()
         if rank == 0:
-            statistics.save(out)
-            _remove(checkpoint)
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; the same command goes on from {checkpoint}", err=True)
-        raise typer.Exit(130) from None
-    finally:
-        if state is not None:
-            state.destroy_process_group()
-    if rank == 0:
-        done = {"out": str(out), "tokens": statistics.tokens, "processes": processes}
-        done["seconds"] = round(seconds, 3)
-        text = f"{out}: {statistics.tokens:,} tokens, {len(statistics.layers)} layers"
-        typer.echo(json.dumps(done) if as_json else f"{text}, {seconds:.1f} s")
+            done = {"out": str(out), "tokens": statistics.tokens, "processes": processes}
+            done["seconds"] = round(seconds, 3)
+            text = f"{out}: {statistics.tokens:,} tokens, {len(statistics.layers)} layers"
+            typer.echo(json.dumps(done) if as_json else f"{text}, {seconds:.1f} s")
 
 
 def _remove(checkpoint: Path) -> None:
@@ -90,27 +96,18 @@ def _remove(checkpoint: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _model(name: str, dtype: str, device: str | None) -> Any:
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype: auto, float32, bfloat16 or float16 expected, got {dtype!r}")
-    if device is None:
-        device = str(torch.accelerator.current_accelerator() or "cpu")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return loaded.to(device).eval()
-
-
 def _samples(name: str, config: str | None, split: str) -> Any:
     """The samples of a file, or of a data set of the hub, as they come."""
     try:
         from datasets import load_dataset
     except ModuleNotFoundError:
-        raise ValueError("dataset: needs `datasets`: pip install 'kvpage[cli]'") from None
+        raise ValueError("--dataset: needs `datasets`: pip install 'kvpage[cli]'") from None
 
     path = Path(name)
     if not path.is_file():
         return load_dataset(name, config, split=split, streaming=True)
     if path.suffix not in BUILDERS:
-        raise ValueError(f"dataset: a file of {', '.join(BUILDERS)} expected, got {name}")
+        raise ValueError(f"--dataset: a file of {', '.join(BUILDERS)} expected, got {name}")
     builder = BUILDERS[path.suffix]
     options = {"sample_by": "document"} if builder == "text" else {}
     return load_dataset(builder, data_files=str(path), split="train", streaming=True, **options)

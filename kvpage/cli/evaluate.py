@@ -2,79 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvpage.cli.options import (
+    Adapter,
+    Device,
+    Dtype,
+    Interval,
+    Json,
+    Recent,
+    Sinks,
+    Tokenizer,
+    budget_of,
+    bundled,
+    errors,
+    integers,
+    naming,
+    subject_of,
+)
 
 if TYPE_CHECKING:
     from kvpage.evaluation.contenders import Contender
     from kvpage.evaluation.evaluating import Study
     from kvpage.evaluation.runner import Subject
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
 evaluate = typer.Typer(
     no_args_is_help=True,
     help="What a budget costs a model: every model x budget x scorer in one table. Results are "
-    "kept in --out as they come: the same command again goes on after a crash, and with more "
-    "budgets adds to them. `accelerate launch -m kvpage.cli eval ...` splits the work.",
+    "kept in --out as they come: the same command again goes on after a crash or Ctrl-C, and with "
+    "more budgets adds to them. `accelerate launch -m kvpage.cli eval ...` splits the work. "
+    "Exit codes: 0 done, 1 out of memory, 2 bad input, 130 interrupted.",
 )
 
-Models = Annotated[
-    list[str], typer.Option("--model", help="Folder or hub id; repeat it to compare models.")
-]
-Adapter = Annotated[
-    str | None, typer.Option(help="PEFT adapter (LoRA, ...) to put on every --model: folder or id.")
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or hub id.", show_default="the adapter's or the model's")
-]
-Budgets = Annotated[
-    str, typer.Option(help="Live tokens to keep, with commas; `none` is the full cache.")
-]
-Scorers = Annotated[
-    str,
-    typer.Option(
-        help="What ranks tokens, with commas: sampled, centroid, streaming, ...; `oracle`, which "
-        "knows the attention to come, for fidelity."
-    ),
-]
-Interval = Annotated[int, typer.Option(min=1, help="Tokens between two compactions.")]
-Sinks = Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")]
-Recent = Annotated[int, typer.Option(min=0, help="Latest tokens that are never evicted.")]
-Out = Annotated[Path, typer.Option(help="Folder for results and tables (.md, .csv, .json).")]
-Json = Annotated[bool, typer.Option("--json", help="Print the table as JSON, and nothing else.")]
-Plot = Annotated[bool, typer.Option("--plot", help="Draw it, too, into --out (.svg and .png).")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ...; auto: as the model was saved.")]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, ...; auto: spread over all.", show_default="the accelerator"),
-]
+INTERRUPTED = "interrupted; what was done is kept: the same command goes on from here"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all of them take."""
+
+    model: Annotated[list[str], typer.Option(help="Folder or hub id; repeat it to compare models.")]
+    adapter: Adapter = None
+    tokenizer: Tokenizer = None
+    budgets: Annotated[
+        str, typer.Option(help="Live tokens to keep, with commas; `none` is the full cache.")
+    ] = "none,512,1024"
+    scorers: Annotated[
+        str,
+        typer.Option(
+            help="What ranks tokens, with commas: sampled, centroid, streaming, ...; `oracle`, "
+            "which knows the attention to come, for fidelity."
+        ),
+    ] = "sampled"
+    interval: Interval = 128
+    sinks: Sinks = 4
+    recent: Recent = 128
+    out: Annotated[Path, typer.Option(help="Folder for results and tables (.md, .csv, .json).")] = (
+        Path("kvpage-eval")
+    )
+    json: Json = False
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw it, too, into --out (.svg and .png).")
+    ] = False
+    dtype: Dtype = "auto"
+    device: Device = None
+
+    def subjects(self) -> list[Subject]:
+        """The models, once it is clear that all can be had."""
+        return [
+            subject_of(model, self.adapter, self.tokenizer, self.dtype, self.device)
+            for model in self.model
+        ]
+
+    def contenders(self) -> list[Contender]:
+        """The full cache once, and every scorer at every budget."""
+        from kvpage.evaluation.contenders import Contender
+
+        budgets = [budget_of(text, "--budgets") for text in self.budgets.split(",")]
+        options: dict[str, Any] = {"interval": self.interval}
+        options |= {"sinks": self.sinks, "recent": self.recent}
+        return Contender.grid(budgets, self.scorers.split(","), **options)
 
 
 @evaluate.command()
+@bundled(Options, budgets="256,512,1024")
 def fidelity(
-    model: Models,
+    options: Options,
     data: Annotated[str, typer.Option(help="Text: a file, or a .jsonl with a field `text`.")],
     tokens: Annotated[int, typer.Option(min=2, help="Length of a window of the text.")] = 4096,
     limit: Annotated[int, typer.Option(min=1, help="Windows at most.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the first forward.")] = 128,
     step: Annotated[int, typer.Option(min=1, help="Tokens of every other forward.")] = 16,
-    adapter: Adapter = None,
-    tokenizer: Tokenizer = None,
-    budgets: Budgets = "256,512,1024",
-    scorers: Scorers = "sampled",
-    interval: Interval = 128,
-    sinks: Sinks = 4,
-    recent: Recent = 128,
-    out: Out = Path("kvpage-eval"),
-    json: Json = False,
-    plot: Plot = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
 ) -> None:
     """How far it writes from the full cache: KL, perplexity, attention kept.
 
@@ -82,19 +104,25 @@ def fidelity(
     token in nats with a 95 % interval, change in perplexity, how often both find the same token
     likeliest, relative error of the attention outputs, share of the later attention that goes to
     what was kept, and that over an oracle's who sees the attention to come.
-    """
-    from kvpage.evaluation.texts import FidelityStudy
 
-    with _errors():
+    \b
+    Example:
+      kvpage eval fidelity --model my-model --data text.txt --scorers sampled,streaming --plot
+    """
+    with errors("eval", INTERRUPTED):
+        from kvpage.evaluation.texts import FidelityStudy
+
         study = FidelityStudy(data, tokens, limit, prompt, step)
-        subjects = _subjects(model, adapter, tokenizer, dtype, device)
-        options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
+        with naming("--data", data):
+            study.text  # noqa: B018, reads it
+        contenders = options.contenders()
+        _run(study, options.subjects(), contenders, options)
 
 
 @evaluate.command()
+@bundled(Options, budgets="256,512")
 def memory(
-    model: Models,
+    options: Options,
     tasks: Annotated[
         str, typer.Option(help="With commas: recall, passkey, copying, state.")
     ] = "recall,passkey,copying,state",
@@ -104,41 +132,32 @@ def memory(
         float, typer.Option(min=0, max=1, help="Leave out where the full cache scores less.")
     ] = 0.7,
     step: Annotated[int, typer.Option(min=1, help="Tokens of a forward.")] = 16,
-    adapter: Adapter = None,
-    tokenizer: Tokenizer = None,
-    budgets: Budgets = "256,512",
-    scorers: Scorers = "sampled",
-    interval: Interval = 128,
-    sinks: Sinks = 4,
-    recent: Recent = 128,
-    out: Out = Path("kvpage-eval"),
-    json: Json = False,
-    plot: Plot = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
 ) -> None:
     """Does it remember what was evicted: recall, pass key, copying, state.
 
     Texts made up on the spot that ask at their end for what came long before: the code of a name,
     a pass key in filler, a list to be copied, the stack of a depth-first search. Only lengths at
     which the full cache succeeds are reported.
-    """
-    from kvpage.evaluation.memory import TASKS, MemoryStudy
 
-    with _errors():
+    \b
+    Example:
+      kvpage eval memory --model my-model --budgets 256,512 --lengths 1024,2048
+    """
+    with errors("eval", INTERRUPTED):
+        from kvpage.evaluation.memory import TASKS, MemoryStudy
+
         names = tasks.split(",")
         if unknown := [name for name in names if name not in TASKS]:
             raise ValueError(f"--tasks: some of {', '.join(TASKS)} expected, got {unknown[0]!r}")
-        sizes = [_integer("--lengths", size) for size in lengths.split(",")]
-        study = MemoryStudy(names, sizes, limit, step, full_at_least)
-        subjects = _subjects(model, adapter, tokenizer, dtype, device)
-        options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
+        study = MemoryStudy(names, integers("--lengths", lengths), limit, step, full_at_least)
+        contenders = options.contenders()
+        _run(study, options.subjects(), contenders, options)
 
 
 @evaluate.command()
+@bundled(Options)
 def tasks(
-    model: Models,
+    options: Options,
     data: Annotated[
         str,
         typer.Option(
@@ -161,102 +180,40 @@ def tasks(
             show_default="reasoning and \\boxed{} for chat models, else 'Question: ... Answer:'",
         ),
     ] = None,
-    adapter: Adapter = None,
-    tokenizer: Tokenizer = None,
-    budgets: Budgets = "none,512,1024",
-    scorers: Scorers = "sampled",
-    interval: Interval = 128,
-    sinks: Sinks = 4,
-    recent: Recent = 128,
-    out: Out = Path("kvpage-eval"),
-    json: Json = False,
-    plot: Plot = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
 ) -> None:
     """Does it still answer: GSM8K, MATH-500, AIME, or a .jsonl of yours.
 
     Accuracy with a 95 % interval, beside the tokens an answer took: under a small budget models
     tend to think longer. Mathematics is compared by math-verify, words letter by letter.
-    """
-    from kvpage.evaluation.tasks import TaskStudy, load_problems
 
-    with _errors():
+    \b
+    Example:
+      kvpage eval tasks --model my-model --adapter my-lora --data questions.jsonl
+    """
+    with errors("eval", INTERRUPTED):
+        from kvpage.evaluation.tasks import TaskStudy, load_problems
+
+        with naming("--data", data):
+            problems = load_problems(data, split, limit)
         study = TaskStudy(
             Path(data).stem,
-            load_problems(data, split, limit),
+            problems,
             max_new_tokens,
             batch_size,
-            [_integer("--seeds", seed) for seed in seeds.split(",")],
+            integers("--seeds", seeds),
             temperature,
             top_p,
             template,
-            [_integer("--pass-at", k) for k in pass_at.split(",")],
+            integers("--pass-at", pass_at),
         )
-        subjects = _subjects(model, adapter, tokenizer, dtype, device)
-        options = {"interval": interval, "sinks": sinks, "recent": recent}
-        _run(study, subjects, _contenders(budgets, scorers, options), out, json, plot)
-
-
-class _errors:
-    """Turns what a user got wrong into one line and exit code 2, Ctrl-C into a word and 130."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ImportError):
-            hint = f"{error}: pip install 'kvpage[eval]'"
-            raise SystemExit(_say(hint, 2)) from error
-        if isinstance(error, ValueError | OSError):
-            raise SystemExit(_say(f"{error}", 2)) from error
-        if isinstance(error, KeyboardInterrupt):
-            word = "interrupted; what was done is kept: the same command goes on from here"
-            raise SystemExit(_say(word, INTERRUPTED)) from None
-
-
-def _say(text: str, code: int) -> int:
-    typer.echo(f"kvpage eval: {text}", err=True)
-    return code
-
-
-def _integer(option: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{option}: integers with commas expected, got {text!r}") from None
-
-
-def _contenders(budgets: str, scorers: str, options: dict[str, Any]) -> list[Contender]:
-    from kvpage.evaluation.contenders import Contender
-
-    full = ("none", "full")
-    texts = [text.strip().lower() for text in budgets.split(",")]
-    numbers = [None if text in full else _integer("--budgets", text) for text in texts]
-    return Contender.grid(numbers, scorers.split(","), **options)
-
-
-def _subjects(
-    models: Sequence[str],
-    adapter: str | None,
-    tokenizer: str | None,
-    dtype: str,
-    device: str | None,
-) -> list[Subject]:
-    from kvpage.evaluation.runner import Subject
-
-    return [Subject(model, adapter, tokenizer, dtype, device) for model in models]
+        contenders = options.contenders()
+        _run(study, options.subjects(), contenders, options)
 
 
 def _run(
-    study: Study,
-    subjects: Sequence[Subject],
-    contenders: Sequence[Contender],
-    out: Path,
-    json: bool,
-    plot: bool,
+    study: Study, subjects: list[Subject], contenders: list[Contender], options: Options
 ) -> None:
-    import json as encoder
+    import json
 
     from rich.console import Console
     from transformers.utils import logging
@@ -264,14 +221,14 @@ def _run(
     from kvpage.evaluation.evaluating import evaluate
 
     logging.disable_progress_bar()
-    found = evaluate(study, subjects, contenders, out, plot=plot)
+    found = evaluate(study, subjects, contenders, options.out, plot=options.plot)
     if not found.is_main:
         return
-    if json:
-        typer.echo(encoder.dumps({"rows": found.rows, "notes": found.notes}))
+    if options.json:
+        typer.echo(json.dumps({"rows": found.rows, "notes": found.notes}))
         return
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
     console.print(found)
-    console.print(f"tables in {out}/{study.kind}.md, .csv, .json")
+    console.print(f"tables in {options.out}/{study.kind}.md, .csv, .json")

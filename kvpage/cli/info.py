@@ -12,7 +12,6 @@ from kvpage.cli.options import (
     BAD_INPUT,
     BlockSize,
     Budget,
-    Device,
     Dtype,
     Interval,
     Json,
@@ -51,7 +50,10 @@ def info_command(
     sinks: Sinks = 4,
     recent: Recent = 128,
     dtype: Dtype = "auto",
-    device: Device = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, cuda:1, mps, ...", show_default="the accelerator"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What this machine, model and version support; what a trace costs; whether it fits.

@@ -6,9 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -42,7 +42,10 @@ Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16 or float16; auto: as the model was saved.")
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, mps, ...", show_default="the accelerator")
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1, mps, ...; auto: spread over all.", show_default="the accelerator"
+    ),
 ]
 Attention = Annotated[
     str | None,
@@ -55,49 +58,39 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")
 ]
 
-B = TypeVar("B")
-
 
 class Refused(ValueError):
     """A model that kvpage does not support, and why."""
 
 
-def bundled(kind: type[B]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of the dataclass `kind` as options; it gets them as one value,
-    its first argument."""
+def bundled(
+    kind: type[Any], **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of the dataclass `kind` as options; it gets them as one value, its
+    first argument. defaults: others than those of `kind`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
         hints = get_type_hints(kind, include_extras=True)
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        shared = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if _required(field) else field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(kind)  # type: ignore[arg-type]
-        ]
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        shared = []
+        for each in fields(kind):
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            default = defaults.get(each.name, default)
+            option = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            shared.append(option.replace(annotation=hints[each.name]))
 
         @functools.wraps(command)
         def run(**options: Any) -> None:
-            bundle = kind(**{name: options.pop(name) for name in names})
+            bundle = kind(**{each.name: options.pop(each.name) for each in shared})
             command(bundle, **options)
 
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*shared[:1], *own, *shared[1:]]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
     return decorate
-
-
-def _required(field: Any) -> bool:
-    from dataclasses import MISSING
-
-    return field.default is MISSING
 
 
 @contextmanager
@@ -160,11 +153,12 @@ def budget_of(text: str, option: str = "--budget") -> int | None:
     return None if text.strip().lower() in ("none", "full") else integer(option, text)
 
 
-def check_device(device: str | None) -> None:
-    """Raise `ValueError` naming --device unless torch can put a tensor there."""
+def check_device(device: str | None, auto: bool = False) -> None:
+    """Raise `ValueError` naming --device unless torch can put a tensor there; auto: whether
+    `"auto"` is taken."""
     import torch
 
-    if device in (None, "auto"):
+    if device is None or (auto and device == "auto"):
         return
     try:
         torch.empty(0, device=device)
@@ -206,7 +200,7 @@ def subject_of(
     """A model to be loaded, once it is clear that there is one and kvpage supports it."""
     from kvpage.evaluation.runner import Subject
 
-    check_device(device)
+    check_device(device, auto=True)
     footprint_of(model, dtype)
     found = Subject(model, adapter, tokenizer, dtype, device)
     if adapter is not None:

@@ -86,8 +86,13 @@ class FidelityStudy:
         return run
 
     def rows(self, records: Sequence[Record]) -> tuple[list[Row], list[str]]:
-        """One row per model and contender."""
-        return [self._row(row, group) for row, group in grouped(records)], []
+        """One row per model and contender, and a note where the text has fewer windows than asked
+        for."""
+        found = len({key["window"] for key, _ in records})
+        name, notes = Path(self.data).name, []
+        if found < self.windows:
+            notes.append(f"{name}: {found} of {self.windows} windows of {self.tokens:,} tokens")
+        return [self._row(row, group) for row, group in grouped(records)], notes
 
     def _row(self, row: Row, group: Sequence[Record]) -> Row:
         found = pooled([Fidelity(**result) for _, result in group])
