@@ -60,7 +60,6 @@ VIEWS = {
     "footprint",
     "html",
     "survivors",
-    "survivors",
     "transcript",
     "usage",
     "watch",
