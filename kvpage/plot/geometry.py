@@ -28,7 +28,7 @@ from kvpage.plot.style import (
 from kvpage.rope import Rope
 from kvpage.summaries import Statistics
 
-WRITTEN_CELLS = 160
+WRITTEN_CELLS = 400
 """Heads of all layers whose number is written into the heat map."""
 
 
@@ -61,7 +61,7 @@ def centroids(
     if band is None:
         band = telling_band(before, positions, rope)
     _within("band", band, rope.bands)
-    figure = new_figure(11.0, 4.4)
+    figure = new_figure(11.0, 4.2)
     left, middle, right = figure.subplot_mosaic(
         [["before", "after", "bands"]],
         per_subplot_kw={("before", "after"): {"projection": "polar"}},
@@ -101,8 +101,10 @@ def resultant_lengths(source: PagedCompactCache | CalibratedStatistics, row: int
     )
     axes = figure.add_subplot()
     axes.set_facecolor(EMPTY)
+    known = lengths[~np.isnan(lengths)]
+    lowest = math.floor(10 * known.min(initial=1.0)) / 10
     image = axes.imshow(
-        np.ma.masked_invalid(lengths), cmap=QUANTITY, vmin=0, vmax=1, aspect="auto",
+        np.ma.masked_invalid(lengths), cmap=QUANTITY, vmin=lowest, vmax=1, aspect="auto",
         interpolation="nearest",
     )  # fmt: skip
     every = max(1, math.ceil(len(layers) / 16))
@@ -115,7 +117,7 @@ def resultant_lengths(source: PagedCompactCache | CalibratedStatistics, row: int
     if lengths.size <= WRITTEN_CELLS:
         for (y, x), length in np.ndenumerate(lengths):
             if not np.isnan(length):
-                ink = PAPER if length < 0.6 else INK
+                ink = PAPER if length < (lowest + 1) / 2 else INK
                 axes.text(x, y, f"{length:.2f}", ha="center", va="center", size=7.5, color=ink)
     figure.colorbar(image, ax=axes, aspect=25, pad=0.02).outline.set_visible(False)
     return figure
@@ -219,6 +221,7 @@ def _draw_band(axes: Any, band: Any, positions: Any, reach: float) -> Any:
     axes.set_xticks(np.arange(0, 2 * np.pi, np.pi / 2), ["", "", "", ""])
     axes.yaxis.set_major_locator(_three_circles())
     axes.set_rlabel_position(90)
+    axes.tick_params(axis="y", labelsize=7, labelcolor=MUTED)
     axes.grid(color=MUTED, alpha=0.25, linewidth=0.6)
     axes.spines["polar"].set_visible(False)
     return points

@@ -25,13 +25,16 @@ from kvpage.plot.style import (
     PAPER,
     QUANTITY,
     RULE,
+    count_of,
     drawn,
     new_figure,
 )
 
 Source = PagedCompactCache | BlockMap
-PANEL_WIDTH, PANEL_ASPECT = {1: 8.0, 2: 5.6}, 1.7
-"""Inches, by the number of panels beside each other; width over height of a panel at most."""
+PANEL_WIDTH, PANEL_ASPECT = {1: 8.0, 2: 5.4, 3: 4.6}, 1.7
+"""Inches at most, by the number of panels beside each other; width over height of a panel."""
+NARROWEST_PANEL, LARGEST_SLOT = 3.6, 0.13
+"""Inches: what a caption needs; of a slot where blocks are few."""
 
 
 class Tiling(NamedTuple):
@@ -69,6 +72,64 @@ class Tiling(NamedTuple):
         return by_line.swapaxes(1, 2).reshape(lines * (self.height + 1), -1)
 
 
+class Page(NamedTuple):
+    """Where everything lies, in inches; a slot is `slot` wide, a panel `wide` x `high` slots."""
+
+    slot: float
+    wide: int
+    high: int
+    across: int
+    down: int
+    caption: float
+    legend_columns: int
+    legend: float
+
+    @staticmethod
+    def of(maps: Sequence[BlockMap], tiling: Tiling, titled: bool, labels: int) -> Page:
+        across = len(maps) if len(maps) <= 3 else 2
+        wide, high = tiling.extent(max(len(each.slots) for each in maps))
+        slot = min(LARGEST_SLOT, PANEL_WIDTH[across] / wide)
+        page = Page(
+            slot, wide, high, across, math.ceil(len(maps) / across), 0.72 if titled else 0.5, 0, 0
+        )
+        columns = max(2, int(page.width / 2.1))
+        return page._replace(
+            legend_columns=columns, legend=0.2 + 0.22 * math.ceil(labels / columns)
+        )
+
+    @property
+    def pitch(self) -> tuple[float, float]:
+        """From a panel to the next one, across and down."""
+        wide = max(NARROWEST_PANEL, self.wide * self.slot)
+        return wide + 0.3, self.high * self.slot + self.caption + 0.15
+
+    @property
+    def width(self) -> float:
+        return 0.1 + self.across * self.pitch[0] + 0.85
+
+    @property
+    def height(self) -> float:
+        return self.down * self.pitch[1] + self.legend
+
+    def panel(self, i: int) -> tuple[float, float, float, float]:
+        """Left, bottom, width and height of panel `i` in the figure, each within [0, 1]."""
+        down, across = divmod(i, self.across)
+        left = 0.1 + across * self.pitch[0]
+        top = self.height - down * self.pitch[1] - self.caption
+        return self._in_figure(left, top, self.wide * self.slot, self.high * self.slot)
+
+    def bar(self) -> tuple[float, float, float, float]:
+        """As `panel`, of the colour bar, beside the first line of panels."""
+        left = self.width - 0.95 - max(0.0, NARROWEST_PANEL - self.wide * self.slot)
+        return self._in_figure(left, self.height - self.caption, 0.12, self.high * self.slot)
+
+    def _in_figure(
+        self, left: float, top: float, width: float, height: float
+    ) -> tuple[float, float, float, float]:
+        bottom = (top - height) / self.height
+        return left / self.width, bottom, width / self.width, height / self.height
+
+
 @drawn
 def block_map(
     source: Source | Sequence[Source],
@@ -96,24 +157,22 @@ def block_map(
     if len(titles) != len(maps) or (isinstance(title, str) and len(maps) > 1):
         raise ValueError(f"title: one for each of {len(maps)} maps expected, got {title!r}")
     tiling = Tiling.of(maps)
-    across = len(maps) if len(maps) <= 3 else 2
-    down = math.ceil(len(maps) / across)
-    panel = PANEL_WIDTH.get(across, 4.6)
-    wide, high = tiling.extent(max(len(each.slots) for each in maps))
-    height = max(1.0, panel * high / wide)
-    figure = new_figure(across * panel + 0.9, down * (height + 0.75) + 0.5)
-    grid = figure.subplots(down, across, squeeze=False).ravel()
     newest = max(1, *(int(each.slots.max()) for each in maps))
-    for axes, each, name in zip(grid, maps, titles, strict=False):
-        mesh = _panel(axes, each, tiling, newest, 72 * panel / wide)
-        _caption(axes, each, name)
-    for axes in grid[len(maps) :]:
-        axes.set_axis_off()
-    bar = figure.colorbar(mesh, ax=list(grid), aspect=25, fraction=0.05, pad=0.02)
-    bar.set_label("token position")
-    bar.outline.set_visible(False)
     handles = _legend(maps)
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 6))
+    page = Page.of(maps, tiling, any(titles), len(handles))
+    figure = new_figure(page.width, page.height)
+    figure.set_layout_engine(None)
+    for i, (each, name) in enumerate(zip(maps, titles, strict=True)):
+        axes = figure.add_axes(page.panel(i))
+        mesh = _panel(axes, each, tiling, newest, 72 * page.slot)
+        axes.set(xlim=(0, page.wide), ylim=(page.high, 0))
+        axes.set_axis_off()
+        _caption(axes, each, name)
+    bar = figure.colorbar(mesh, cax=figure.add_axes(page.bar()))
+    bar.set_label("token position")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: count_of(value))
+    bar.outline.set_visible(False)
+    figure.legend(handles=handles, loc="lower left", ncols=page.legend_columns, borderaxespad=0.3)
     return figure
 
 
@@ -135,7 +194,7 @@ def _panel(axes: Axes, block_map: BlockMap, tiling: Tiling, newest: int, points:
     live = np.where(slots == NO_TOKEN, np.nan, slots.astype(float))
     held = ((block_map.ref_counts > 0) & (block_map.rows >= 0)).cpu().numpy()
     empty = np.where((slots == NO_TOKEN) & held[:, None], 0.0, np.nan)
-    line: Any = {"edgecolors": PAPER, "linewidth": min(1.0, 0.14 * points), "antialiased": True}
+    line: Any = {"edgecolors": PAPER, "linewidth": min(1.0, 0.14 * points) if points > 3 else 0}
     axes.pcolormesh(_masked(tiling, empty), cmap=_one_colour(EMPTY), **line)
     mesh = axes.pcolormesh(_masked(tiling, live), cmap=QUANTITY, vmin=0, vmax=newest, **line)
     thin = min(0.8, 0.3 * points)
@@ -154,9 +213,6 @@ def _panel(axes: Axes, block_map: BlockMap, tiling: Tiling, newest: int, points:
             for x, y in map(tiling.corner, _indices(block_map.rows == row))
         ]
         axes.add_collection(PatchCollection(bars, facecolor=KINDS[row], label=f"row {row}"))
-    wide, high = tiling.extent(len(slots))
-    axes.set(xlim=(-0.3, wide - 0.7), ylim=(high - 0.2, -0.3), aspect="equal", anchor="NW")
-    axes.set_axis_off()
     return mesh
 
 

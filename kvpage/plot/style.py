@@ -16,7 +16,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-PAPER, INK, MUTED, RULE, EMPTY = "#ffffff", "#1f2328", "#59636e", "#b7c0ca", "#dfe3e8"
+PAPER, INK, MUTED, RULE, EMPTY = "#ffffff", "#1f2328", "#59636e", "#b7c0ca", "#d3d9df"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 KINDS = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000")
 QUANTITY = "viridis"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvpage.cache import PagedCompactCache
@@ -19,6 +20,8 @@ SPAN = 12
 """Tokens of a span of text."""
 SPANS, SPAN_CHARACTERS = 6, 62
 KEPT, EVICTED = BLUE, "#eef1f4"
+CELLS = 1000
+"""Across the heat map: as many as there are pixels for."""
 
 Array = np.ndarray[Any, Any]
 
@@ -33,9 +36,10 @@ def survivors(
 ) -> Figure:
     """A heat map of the token positions that live, one line per layer and KV head.
 
-    Below it the share of the heads drawn that keep each token, and the text: at the columns for up
-    to 80 tokens, else as the spans of 12 tokens that most heads keep and that most evict, those
-    that every head keeps in full left out.
+    Of more than 1,000 tokens neighbours share a cell, which shows the mean. Below it the share of
+    the heads drawn that keep each token, and the text: at the columns for up to 80 tokens, else as
+    the spans of 12 tokens that most heads keep and that most evict, those that every head keeps in
+    full left out.
 
     tokens: text of each token of the row, in order, without pads; those after the last one seen
     are left out; layers: of full attention, default all; row: of the batch. Raises `ValueError`
@@ -52,10 +56,9 @@ def survivors(
     figure = new_figure(max(6.0, 0.13 * columns) if named else 10.5, sum(heights) + 1.2)
     grid = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False).ravel()
     _draw_map(grid[0], kept, chosen, heads)
-    live = int(kept[0].sum())
-    named_row = f", row {row}" if cache.batch_size > 1 else ""
-    text = title or f"Which tokens live: {live:,} of {columns:,} in every layer and head{named_row}"
-    grid[0].set_title(text, parse_math=False)
+    text = f"{int(kept[0].sum()):,} of {columns:,} tokens live in each of {len(kept)} KV heads"
+    text += f" of {len(chosen)} layers" + (f", row {row}" if cache.batch_size > 1 else "")
+    grid[0].set_title(title or text, parse_math=False)
     grid[0].sharex(grid[1])
     grid[0].tick_params(labelbottom=False)
     share = kept.mean(axis=0)
@@ -88,18 +91,23 @@ def survival(cache: PagedCompactCache, layers: Sequence[int], row: int) -> tuple
 
 
 def _draw_map(axes: Axes, kept: Array, layers: Sequence[int], heads: Sequence[int]) -> None:
+    together = math.ceil(kept.shape[1] / CELLS)
+    edges = np.arange(0, kept.shape[1], together)
+    shares = np.add.reduceat(kept.astype(float), edges, axis=1)
+    shares /= np.diff([*edges, kept.shape[1]])
     axes.imshow(
-        kept, cmap=ListedColormap([EVICTED, KEPT]), vmin=0, vmax=1, aspect="auto",
-        interpolation="antialiased", interpolation_stage="rgba",
+        shares, cmap=LinearSegmentedColormap.from_list("kept", [EVICTED, KEPT]), vmin=0, vmax=1,
+        aspect="auto", interpolation="nearest",
+        extent=(-0.5, len(edges) * together - 0.5, len(kept) - 0.5, -0.5),
     )  # fmt: skip
-    edges = np.cumsum([0, *heads])
+    starts = np.cumsum([0, *heads])
     many = len(layers) > 12
-    for edge in edges[1:-1]:
-        axes.axhline(edge - 0.5, color=PAPER, linewidth=0.4 if many else 1.2)
+    for start in starts[1:-1]:
+        axes.axhline(start - 0.5, color=PAPER, linewidth=0.4 if many else 1.2)
     every = max(1, round(len(layers) / 12))
-    middles = (edges[:-1] + edges[1:] - 1) / 2
+    middles = (starts[:-1] + starts[1:] - 1) / 2
     axes.set_yticks(middles[::every], [f"{layer}" for layer in list(layers)[::every]])
-    axes.set_ylabel("layer" if max(heads) == 1 else f"layer, of {max(heads)} KV heads each")
+    axes.set_ylabel("layer")
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -136,7 +144,7 @@ def _draw_spans(axes: Axes, share: Array, tokens: Sequence[str]) -> None:
             y = 1 - (i + 1.2) / (SPANS + 1)
             axes.text(x, y, f"{start}–{stop - 1}", size=8, color=MUTED, **look)
             axes.text(x + 0.075, y, f"{mean:.0%}", size=8, color=MUTED, **look)
-            text = printable("".join(tokens[start:stop]))
+            text = printable("".join(tokens[start:stop])).strip()
             short = text if len(text) <= SPAN_CHARACTERS else text[: SPAN_CHARACTERS - 1] + "…"
             axes.text(x + 0.12, y, short, size=8, color=INK, **look)
 
