@@ -129,7 +129,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     limits = {"kvpage": 4200, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
-    limits |= {"views": 850, "plot": 750}
+    limits |= {"views": 850, "plot": 780}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:

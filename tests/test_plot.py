@@ -10,7 +10,7 @@ import pytest
 import torch
 from calibrated import MODULES, captured
 from helpers import Text, small_cache
-from tiny import build, generate, prompt
+from tiny import build, cache_name, generate, prompt
 
 pytest.importorskip("matplotlib")
 from matplotlib import style
@@ -319,11 +319,14 @@ def test_what_no_survivors_can_be_drawn_of_is_named(run):
     for match, arguments in [
         ("none yet", {"cache": small_cache()}),
         ("layer of full attention", {"layers": [3]}),
+        ("layers: at least one", {"layers": []}),
         (r"row: within \[0, 2\) expected, got 2", {"row": 2}),
         ("tokens: 120 expected, as the row has seen, got 119", {"tokens": ["a"] * 119}),
     ]:
         with pytest.raises(ValueError, match=match):
             plot.survivors(**{"cache": cache} | arguments)
+    with pytest.raises(TypeError, match="tokens: a sequence of strings"):
+        plot.survivors(cache, "a" * 200)
 
 
 # Centroids.
@@ -364,6 +367,19 @@ def test_centroids_show_the_sampled_queries_before_and_after_rope(
     turn = 2 * math.pi / frequency[band]
     name = f"Layer {layer}, query head {head}, band {band} (turns once in {turn:,.0f} tokens)"
     assert figure.get_suptitle() == f"{name}, 120 sampled queries"
+
+
+def test_a_sample_of_a_long_text_stands_at_its_own_positions(model):
+    cache, ids = PagedCompactCache(model), prompt(300)
+    with torch.no_grad():
+        model(ids, **{cache_name(model): cache})
+    points = plot.centroids(cache, 0, 1, 2).axes[1].collections[0]
+    positions = points.get_array().astype(int)
+    assert len(positions) == 128 and 290 < positions.max() < 300 and (np.diff(positions) > 0).all()
+    queries = queries_directly(model, ids[0].tolist(), 0, 1)[positions, 2]
+    turned = queries * np.exp(1j * positions * float(model.model.rotary_emb.inv_freq[2]))
+    angle, radius = points.get_offsets().T
+    assert np.allclose(radius * np.exp(1j * angle), turned, atol=1e-4)
 
 
 def test_layers_heads_bands_and_rows_are_other_points(run):
@@ -433,7 +449,7 @@ def test_what_no_centroids_can_be_drawn_of_is_named(run, model):
     knorm = PagedCompactCache(model, scorer="knorm", **EVICTING)
     with torch.no_grad():
         for each in (other, knorm):
-            model(prompt(20), past_key_values=each)
+            model(prompt(20), **{cache_name(model): each})
     for match, draw, arguments in [
         ("none yet", plot.centroids, (small_cache(),)),
         ("layer of full attention", plot.centroids, (cache, 3)),
@@ -496,10 +512,11 @@ def test_budget_curves_tell_models_apart_and_put_divergence_on_a_log_scale():
     figure = plot.budget_curves(rows)
     assert texts(figure) == ["a, knorm", "a, sampled", "b, knorm", "b, sampled"]
     assert figure.axes[0].get_yscale() == "log"
-    looks = {
-        (c.lines[0].get_color(), c.lines[0].get_linestyle()) for c in figure.axes[0].containers
-    }
-    assert len(looks) == 4
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 4
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 4
+    pixels(figure)
+    assert "0.1" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
     with pytest.raises(ValueError, match="against"):
         plot.budget_curves(ROWS, "bytes")
     with pytest.raises(ValueError, match="rows"):

@@ -8,11 +8,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from kvpage.plot.style import KINDS, MUTED, count_of, drawn, new_figure, rule
 
 Row = Mapping[str, Any]
-STYLES = ("-", ":", "-.", (0, (1, 1, 5, 1)))
+STYLES = (("-", "o"), (":", "s"), ("-.", "^"), ((0, (1, 1, 5, 1)), "D"))
+"""Line and marker."""
 UNITS = {"budget": 1, "kv_bytes": 2**20}
 MEASURES = {"kl": "KL to the full cache, nats", "accuracy": "accuracy", "score": "score"}
 
@@ -38,14 +40,16 @@ def budget_curves(rows: Sequence[Row], against: str = "budget") -> Figure:
     groups = list(dict.fromkeys(group for group, _ in lines))
     scorers = [name for name in dict.fromkeys(name for _, name in lines) if name is not None]
     for (group, scorer), line in lines.items():
-        style: Any = {"linestyle": STYLES[groups.index(group) % len(STYLES)], "linewidth": 1.4}
+        dashes, marker = STYLES[groups.index(group) % len(STYLES)]
+        style: Any = {"linestyle": dashes, "linewidth": 1.4}
         full = scorer is None
         style["color"] = MUTED if scorer is None else KINDS[scorers.index(scorer) % len(KINDS)]
         style["label"] = ", ".join(filter(None, [group, scorer or "full cache"]))
         if full and against == "budget":
             axes.axhline(line[0][measure], zorder=1, **style)
         else:
-            _draw(axes, sorted(line, key=lambda row: row[against]), measure, against, style)
+            line = sorted(line, key=lambda row: row[against])
+            _draw(axes, line, measure, against, style | {"marker": marker})
     _dress(axes, rows, measure, against)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -66,7 +70,7 @@ def _draw(axes: Axes, line: Sequence[Row], measure: str, against: str, style: An
         for bound in (f"{measure}_low", f"{measure}_high")
     ]
     y = [row[measure] for row in line]
-    axes.errorbar(x, y, yerr=errors, marker="o", markersize=4.5, capsize=2.5, **style)
+    axes.errorbar(x, y, yerr=errors, markersize=4.5, capsize=2.5, **style)
 
 
 def _dress(axes: Axes, rows: Sequence[Row], measure: str, against: str) -> None:
@@ -79,6 +83,8 @@ def _dress(axes: Axes, rows: Sequence[Row], measure: str, against: str) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: count_of(value))
     axes.minorticks_off()
     if measure == "kl":
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel(MEASURES[measure])
     rule(axes)

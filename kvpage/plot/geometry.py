@@ -169,13 +169,14 @@ def head_lengths(
         for i in source.full_layers or [0]:
             statistics, _ = _statistics_of(source, i)
             _within("row", row, statistics.query_mean.shape[0])
-            total = statistics.rope.magnitude(statistics.query_mean[row].double()).sum(dim=-1)
-            found[i] = total / statistics.query_magnitude[row].double().sum(dim=-1)
+            total = statistics.rope.magnitude(statistics.query_mean[row].cpu().double())
+            magnitude = statistics.query_magnitude[row].cpu().double()
+            found[i] = total.sum(dim=-1) / magnitude.sum(dim=-1)
     else:
         raise TypeError(f"source: a cache or calibrated statistics expected, got {_kind(source)}")
     table = np.full((len(found), max(len(length) for length in found.values())), np.nan)
     for line, length in zip(table, found.values(), strict=True):
-        line[: len(length)] = length.cpu().numpy()
+        line[: len(length)] = length.numpy()
     return table, list(found)
 
 

@@ -45,7 +45,11 @@ def survivors(
     are left out; layers: of full attention, default all; row: of the batch. Raises `ValueError`
     for an empty cache, a layer or row there is not, or fewer tokens than were seen.
     """
-    chosen = list(cache.full_layers if layers is None else layers) or [0]
+    if isinstance(tokens, str):
+        raise TypeError("tokens: a sequence of strings expected, one a token, got one string")
+    chosen = cache.full_layers or [0] if layers is None else list(layers)
+    if not chosen:
+        raise ValueError("layers: at least one expected, got none")
     kept, heads = survival(cache, chosen, row)
     columns = kept.shape[1]
     if tokens is not None and len(tokens) < columns:
