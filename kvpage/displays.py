@@ -132,7 +132,7 @@ class Terminal(Nowhere):
 
         usage, width = view.usage, self._console.width
         counts = (usage.blocks_used, usage.blocks_free, usage.blocks_freed)
-        numbers, each = html.cells(counts, min(METER_CELLS, width - 1))
+        numbers, each = html.cells(counts, max(min(METER_CELLS, width - 1), 4))
         meter = Text()
         for number, mark, style in zip(numbers, "█▒·", ("cyan", "cyan", "dim"), strict=True):
             meter.append(mark * number, style)

@@ -66,11 +66,10 @@ def indent(name: str) -> float:
 
 
 def cells(counts: Sequence[int], most: int) -> tuple[list[int], int]:
-    """How many cells show each of `counts`, at most `most` or one for each that is not 0, and how
-    many things a full cell stands for."""
-    each = max(1, -(-sum(counts) // most))
-    while sum(-(-count // each) for count in counts) > max(most, len(counts)):
-        each += 1
+    """How many cells show each of `counts`, one at least for each that is not 0, and how many
+    things a cell stands for. All together at most `most`, which is more than there are counts."""
+    total = sum(counts)
+    each = 1 if total <= most else -(-total // (most - len(counts)))
     return [-(-count // each) for count in counts], each
 
 
