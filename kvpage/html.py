@@ -149,6 +149,7 @@ def _run(
 def _passage(inner: str, style: str = "") -> str:
     style += (
         f"font:12.5px/1.6 {MONO};white-space:pre-wrap;overflow-wrap:anywhere;max-height:25em;"
-        f"overflow:auto;margin:6px 0;padding:6px 10px;background:{GROUND};border-radius:4px"
+        f"overflow:auto;margin:6px 0;padding:6px 10px;background:{GROUND};border-radius:4px;"
+        "scrollbar-width:thin;scrollbar-color:rgba(128,128,128,.6) transparent"
     )
     return f'<div style="{style}">{inner}</div>'

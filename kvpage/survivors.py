@@ -82,7 +82,9 @@ class Survivors:
         return "".join(shown)
 
     def _repr_html_(self) -> str:
-        return html.panel(html.line(self.summary), html.greyed(self.pieces, self.shares))
+        return html.panel(
+            html.line(self.summary, "the fewer, the fainter"), html.greyed(self.pieces, self.shares)
+        )
 
 
 def _pieces(token_ids: list[int], tokenizer: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvpage.cache import PagedCompactCache
-from kvpage.displays import View, make_display
+from kvpage.displays import View, html_of, make_display
 from kvpage.transcript import Transcript
 from kvpage.usage import Usage
 
@@ -170,6 +170,9 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
             f"{self.tokens_per_second:.1f} tokens/s)"
         )
 
+    def _repr_html_(self) -> str:
+        return html_of(self._view())
+
     def _begin(self, rows: int) -> None:
         """A prompt of so many rows was given: a new turn."""
         self._finish("stopped")  # the turn before, if it was interrupted
@@ -198,7 +201,11 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
 
     def _draw(self, final: bool = False) -> None:
         self._read()
-        view = View(
+        self._display.show(self._view(), final)
+        self._drawn_at = time.perf_counter()
+
+    def _view(self) -> View:
+        return View(
             state=self._state,
             tokens=len(self.history) - self._first_entry,
             tokens_per_second=self.tokens_per_second,
@@ -206,5 +213,3 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
             usage=self._cache.usage(),
             text=self._texts[-1].read_so_far if self._texts else "",
         )
-        self._display.show(view, final)
-        self._drawn_at = time.perf_counter()

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from families import FAMILIES, family
+from families import family
 from helpers import Text, small_cache
 from rich.console import Console
 from tiny import build, cache_name, generate, prompt
@@ -20,7 +20,7 @@ from kvpage.transcript import Transcript
 
 SETTINGS = {"budget": 64, "interval": 24, "recent": 16}
 NUMBERS = ("seen_tokens", "live_tokens", "blocks_used", "blocks_freed", "bytes_in_use")
-WORDS = "na\u00efve \u6f22\u5b57 caf\u00e9 \U0001f30d\U0001f680 don't stop . , ! <b>\u0e44\u0e17\u0e22\n\n  two"
+WORDS = "naïve 漢字 café 🌍🚀 don't stop . , ! <b>ไทย\n\n  two"
 
 
 class Letters:
@@ -80,6 +80,8 @@ def decode_by_hand(model, ids, cache, tokens, **inputs):
                 new, attention_mask=mask, position_ids=positions, **{cache_name(model): cache}
             )
         reports.append(cache.report())
+        if model.generation_config.eos_token_id is not None:  # `generate` here bars it
+            out.logits[..., model.generation_config.eos_token_id] = -torch.inf
         new = out.logits[:, -1:].argmax(-1)
         ids = torch.cat((ids, new), dim=1)
         mask = torch.cat((mask, torch.ones_like(new)), dim=1)
@@ -90,8 +92,6 @@ def decode_by_hand(model, ids, cache, tokens, **inputs):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "qwen3-next"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_history_has_the_numbers_that_a_report_after_each_forward_gives(name, batch):
-    if name not in FAMILIES:
-        pytest.skip("this transformers has no such model")
     model, ids = family(name), prompt(20, batch)
     mask = torch.ones_like(ids)
     mask[0, : 5 * (batch - 1)] = 0
