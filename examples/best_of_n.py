@@ -139,7 +139,8 @@ def show(
     alone, n = -(-report.live_tokens // report.block_size), report.batch_size
     console.print(
         f"\n{n} answers to one prompt of {prompt} tokens hold {report.blocks_used} blocks "
-        f"of {report.block_size} tokens; each is {alone} blocks long, so {n} caches would have {n * alone}"
+        f"of {report.block_size} tokens; each is {alone} blocks long, "
+        f"so {n} caches would have {n * alone}"
     )
 
 

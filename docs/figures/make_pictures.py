@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-from kvpage.watch import Watch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpage import BlockMap, PagedCompactCache, plot
+from kvpage.watch import Watch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from long_trace import QUESTION
