@@ -36,15 +36,16 @@ ORDER = [  # a module imports only from lines above its own
     | {"evaluation.tables"},
     {"evaluation.texts", "evaluation.evaluating", "evaluation.speed"},
     {"evaluation"},
-    {"cli.options", "cli.machine"},
-    {"cli.evaluate", "cli.calibrate", "cli.info", "cli.bench"},
+    {"cli.options", "cli.machine", "cli.conversation", "cli.streams"},
+    {"cli.evaluate", "cli.calibrate", "cli.info", "cli.bench", "cli.generate"},
     {"cli"},
     {"cli.__main__"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
 KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
 KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner", "footprint", "watch"}
-KNOW_TRANSFORMERS |= {"cli.machine", "cli.options", "evaluation.speed"}
+KNOW_TRANSFORMERS |= {"cli.machine", "cli.options", "cli.streams", "cli.generate"}
+KNOW_TRANSFORMERS |= {"evaluation.speed"}
 KNOW_TRITON = {
     "kernels.triton_attention_mass",
     "kernels.triton_move_slots",
@@ -128,7 +129,7 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4200, "statistics": 870, "kernels": 960, "evaluation": 1280, "cli": 450}
+    limits = {"kvpage": 4200, "statistics": 870, "kernels": 960, "evaluation": 1490, "cli": 1100}
     limits |= {"views": 850, "plot": 780}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
