@@ -76,6 +76,11 @@ def test_a_report_shows_the_same_rows_as_its_text():
     assert report.blocks_freed > 0
 
 
+def test_names_and_values_of_a_table_are_escaped():
+    page = Page(html.panel(html.heading("<b>", "&lt;"), html.table([("  a<i>", "x & </td>")])))
+    assert page.text == "<b> · &lt;a<i>x & </td>"
+
+
 def test_a_cache_shows_its_numbers():
     text, cache = Text(200, batch=2), small_cache()
     for count in (96, 1, 5):

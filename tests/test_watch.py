@@ -129,6 +129,14 @@ def test_bytes_of_a_fork_are_those_of_the_blocks_that_are_held():
     assert cache.usage() == (0, 0, 0, 0, 0, 0)
 
 
+def test_usage_asked_before_the_first_token_is_right_after_it():
+    model = build("llama-gqa3-tied")
+    cache = PagedCompactCache(model, **SETTINGS)
+    assert cache.usage().bytes_in_use == 0
+    generate(model, prompt(20), cache, 5)
+    assert cache.usage().bytes_in_use == cache.report().bytes_in_use > 0
+
+
 def test_a_token_costs_no_loop_over_the_layers(monkeypatch):
     summed = []
     count = kvpage.usage.bytes_in_block
