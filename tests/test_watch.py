@@ -125,6 +125,10 @@ def test_bytes_of_a_fork_are_those_of_the_blocks_that_are_held():
         for one in (cache, twin):
             usage, report = one.usage(), one.report()
             assert usage.bytes_in_use == report.bytes_in_use == each * report.blocks_used
+            assert (usage.seen_tokens, usage.live_tokens) == (
+                report.seen_tokens,
+                report.live_tokens,
+            )
     cache.reset()
     assert cache.usage() == (0, 0, 0, 0, 0, 0)
 
