@@ -105,6 +105,8 @@ def _samples(name: str, config: str | None, split: str) -> Any:
 
     path = Path(name)
     if not path.is_file():
+        if path.suffix in BUILDERS:
+            raise ValueError(f"--dataset: no such file: {name}")
         return load_dataset(name, config, split=split, streaming=True)
     if path.suffix not in BUILDERS:
         raise ValueError(f"--dataset: a file of {', '.join(BUILDERS)} expected, got {name}")

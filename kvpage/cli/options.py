@@ -166,6 +166,12 @@ def check_device(device: str | None, auto: bool = False) -> None:
         raise ValueError(f"--device: can't use {device!r}: {first_line(error)}") from error
 
 
+def check_place(option: str, name: str) -> None:
+    """Raise `ValueError` for what is neither there nor looks like the id of a hub repository."""
+    if not Path(name).exists() and (Path(name).is_absolute() or name.count("/") != 1):
+        raise ValueError(f"{option}: no folder {name}, and a hub id has the form owner/name")
+
+
 def footprint_of(model: str, dtype: str) -> Footprint:
     """The shapes of a model, of its config alone; `ValueError` names --model or --dtype where
     there is none, or kvpage does not support it."""
@@ -177,9 +183,8 @@ def footprint_of(model: str, dtype: str) -> Footprint:
         raise ValueError(
             f"--dtype: {', '.join(DTYPES[:-1])} or {DTYPES[-1]} expected, got {dtype!r}"
         )
+    check_place("--model", model)
     path = Path(model)
-    if not path.exists() and (path.is_absolute() or model.count("/") != 1):
-        raise ValueError(f"--model: no folder {model}, and a hub id has the form owner/name")
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"--model: a folder with a config.json in it expected, got {model}")
     try:
@@ -201,6 +206,9 @@ def subject_of(
     from kvpage.evaluation.runner import Subject
 
     check_device(device, auto=True)
+    for option, name in (("--adapter", adapter), ("--tokenizer", tokenizer)):
+        if name is not None:
+            check_place(option, name)
     footprint_of(model, dtype)
     found = Subject(model, adapter, tokenizer, dtype, device)
     if adapter is not None:
