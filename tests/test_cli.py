@@ -1,22 +1,32 @@
 """The command line, as one types it: what each option does, what it prints, how it ends."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import transformers
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, save_questions
 from families import family, refused_model
 from tiny import cache_name
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from kvpage import PagedCompactCache
-from kvpage.cli import application, machine
+from kvpage.cli import application, machine, streams
+from kvpage.evaluation.memory import FILLER
 from kvpage.footprint import Footprint
 
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -26,7 +36,25 @@ def folder(tmp_path_factory):
     save_checkpoint(path / "my-model")
     family("gemma3").save_pretrained(path / "slides")
     refused_model("MLA").config.save_pretrained(path / "refused")
+    chatty = save_checkpoint(path / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(chatty)
+    shutil.copytree(path / "my-model", path / "bare")
+    (path / "bare" / "model.safetensors").unlink()
+    save_questions(path / "questions.jsonl")
+    (path / "text.txt").write_text(" ".join(FILLER * 12))
     return path
+
+
+def save_adapter(path):
+    """A LoRA adapter of random weights."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(path / "my-model", dtype=torch.float32)
+    get_peft_model(model, lora).save_pretrained(path / "my-lora")
 
 
 @pytest.fixture
@@ -173,11 +201,173 @@ def test_ctrl_c_leaves_the_lengths_that_were_done(kvpage, tmp_path, monkeypatch)
     ] == [20, 20]
 
 
+# kvpage generate
+
+SETTINGS = {"budget": 48, "interval": 16, "block_size": 8, "sinks": 2, "recent": 8}
+OPTIONS = [str(word) for key, x in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", x)]
+STORY = "The code of the green apple is 42 . " * 12
+LONG = ["--max-new-tokens", "60"]
+
+
+def generated(name, prompt, tokens=60, **settings):
+    """What the model in a folder writes to a prompt, greedily, under `SETTINGS`."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    cache = PagedCompactCache(model, **(SETTINGS | settings))
+    out = model.generate(
+        ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **{cache_name(model): cache}
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), cache.report()
+
+
+def test_generate_writes_the_text_alone_to_a_pipe_and_the_report_to_stderr(kvpage):
+    text, report = generated("my-model", STORY)
+    done = kvpage("generate", "--model", "my-model", STORY, *OPTIONS, *LONG)
+    assert done.stdout.strip() == text and text
+    lines = str(report).splitlines()
+    assert report.compactions > 1 and lines[5:9] == done.stderr.splitlines()[-len(lines) + 5 :][:4]
+    assert (
+        kvpage("generate", "-m", "my-model", "-", *OPTIONS, *LONG, input=STORY).stdout.strip()
+        == text
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scorer": "streaming"}, {"sinks": 8}, {"recent": 24}, {"interval": 40}, {"budget": None}],
+    ids=str,
+)
+def test_generates_json_is_what_a_cache_with_these_options_gives(kvpage, changes):
+    text, report = generated("my-model", STORY, **changes)
+    options = [word for key, x in changes.items() for word in (f"--{key}", x or "none")]
+    found = kvpage("generate", "-m", "my-model", STORY, *OPTIONS, *options, *LONG, "--json")
+    assert found["text"] == text and found["tokens"] == 60 and found["prompt_tokens"] == 108
+    assert found["tokens_per_second"] == pytest.approx(60 / found["seconds"])
+    timed = {"compaction_seconds": 0}
+    assert found["report"] | timed == report.to_dict() | timed
+    assert not found["interrupted"]
+
+
+def test_sampling_goes_by_temperature_nucleus_and_seed(kvpage):
+    def written(*options):
+        command = ["generate", "-m", "my-model", "apple river", "--max-new-tokens", 20, *options]
+        return kvpage(*command, "--json")["text"]
+
+    warm = written("--temperature", 2.0)
+    assert (
+        warm
+        == written("--temperature", 2.0, "--seed", 0)
+        != written("--temperature", 2.0, "--seed", 1)
+    )
+    assert written("--temperature", 2.0, "--top-p", 0.0001) == written() != warm
+
+
+def test_an_adapter_statistics_a_dtype_and_an_attention_are_taken(kvpage, folder):
+    save_adapter(folder)
+    command = ["generate", "-m", "my-model", STORY, *OPTIONS, *LONG, "--json"]
+    plain = kvpage(*command)
+    assert kvpage(*command, "--adapter", "my-lora")["text"] != plain["text"]
+    assert kvpage(*command, "--attention", "kvpage", "--device", "cpu")["text"] == plain["text"]
+    half = kvpage(*command, "--dtype", "bfloat16")["report"]
+    assert 2 * half["bytes_reserved"] == plain["report"]["bytes_reserved"]
+    calibrated = ["--dataset", "text.txt", "--out", "statistics.safetensors", "--max-tokens", 100]
+    kvpage("calibrate", "-m", "my-model", *calibrated)
+    with_stats = kvpage(*command, "--stats", "statistics.safetensors")["report"]
+    assert plain["report"]["drift"] is None and with_stats["drift"] is not None
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_raw(kvpage):
+    def tokens(*options):
+        command = ["generate", "-m", "chatty", "apple river", "--max-new-tokens", 2, "--json"]
+        return kvpage(*command, *options)["prompt_tokens"]
+
+    assert (tokens("--raw"), tokens(), tokens("--system", "green stone")) == (2, 7, 12)
+
+
+def rendered(*turns):
+    roles = zip(("user", "assistant") * len(turns), turns, strict=False)
+    text = "".join(f"{role} : {turn} <eos> " for role, turn in roles)
+    return f"{text}assistant : "
+
+
+def test_chat_goes_on_in_one_cache_as_if_all_had_been_one_prompt(kvpage):
+    lines = "the green apple\n\nthe code of the river\nwhere is the stone\n"
+    options = ["--budget", "none", "--max-new-tokens", 8, "--json"]
+    found = kvpage("generate", "-m", "chatty", "--chat", *options, input=lines)
+    first, second, third = found["turns"]
+    asked = ("the green apple", "the code of the river", "where is the stone")
+    assert tuple(turn["prompt"] for turn in found["turns"]) == asked
+    whole = [asked[0]]
+    for turn, more in zip((first, second, third), (*asked[1:], None), strict=True):
+        text, _ = generated("chatty", rendered(*whole), 8, budget=None)
+        assert turn["text"] == text
+        whole += [text, more]
+    assert third["prompt_tokens"] < 16
+    all_ids = AutoTokenizer.from_pretrained("chatty")(rendered(*whole[:5])).input_ids
+    assert found["report"]["seen_tokens"] == len(all_ids) + third["tokens"] - 1
+
+
+def test_chat_obeys_report_reset_and_quit(kvpage):
+    lines = "the green apple\n/report\n/reset\n/dance\nthe green apple\n/quit\nriver\n"
+    done = kvpage("generate", "-m", "chatty", "--chat", "--max-new-tokens", 6, input=lines)
+    one, two = done.stdout.splitlines()
+    assert one == two and one
+    assert "/dance: /report, /reset or /quit expected" in done.stderr
+    assert done.stderr.count("compactions") == 2
+    assert kvpage("generate", "-m", "chatty", "--chat", "--json", input="")["turns"] == []
+
+
+def interrupting(monkeypatch, at, signals=1):
+    put, calls = streams._Several.put, []
+
+    def once(self, value):
+        calls.append(value)
+        put(self, value)
+        if len(calls) == at:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(streams._Several, "put", once)
+
+
+def test_ctrl_c_ends_with_what_was_written_and_the_report(kvpage, monkeypatch):
+    handler = signal.getsignal(signal.SIGINT)
+    texts = [generated("my-model", STORY, tokens)[0] for tokens in (5, 6)]
+    interrupting(monkeypatch, at=6)  # the prompt and 5 tokens; releases differ in what is first
+    done = kvpage("generate", "-m", "my-model", STORY, *OPTIONS, *LONG, code=130)
+    assert done.stdout.strip() in texts and "seen tokens" in done.stderr
+    assert done.stderr.endswith("kvpage generate: interrupted\n")
+    interrupting(monkeypatch, at=6)
+    command = ["generate", "-m", "my-model", STORY, *OPTIONS, *LONG, "--json"]
+    found = json.loads(kvpage(*command, code=130).stdout)
+    assert found["interrupted"] and found["text"] == texts[found["tokens"] - 5]
+    assert found["report"]["seen_tokens"] == 108 + found["tokens"] - 1
+    interrupting(monkeypatch, at=6, signals=2)
+    assert kvpage(*command, code=130).stdout == ""
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_on_a_terminal_a_live_view_shows_blocks_and_text(kvpage, monkeypatch):
+    monkeypatch.setattr(streams, "on_screen", lambda: True)
+    text, report = generated("my-model", STORY)
+    done = kvpage("generate", "-m", "my-model", STORY, *OPTIONS, *LONG)
+    shown = " ".join(done.stdout.split())
+    assert shown.count(text) == 1 and "done: 60 tokens" in shown
+    assert f"{report.blocks_used} blocks used" in shown
+
+
 # what goes for all of them
 
+DATA = ["--data", "text.txt"]
 COMMANDS = {
     "info": [],
     "bench": [],
+    "generate": ["hello"],
+    "calibrate": ["--dataset", "text.txt", "--out", "never.safetensors"],
+    "eval fidelity": DATA,
+    "eval memory": [],
+    "eval tasks": ["--data", "questions.jsonl"],
 }
 
 
@@ -201,8 +391,75 @@ def test_what_is_wrong_is_one_line_that_names_the_option(kvpage, command, argume
     assert "Traceback" not in done.output
 
 
+MODEL = ["--model", "my-model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "--tokens", "9"], "--tokens: needs --model"),
+        (["info", *MODEL, "--budget", "few"], "--budget: integers"),
+        (["info", *MODEL, "--scorer", "best"], "scorer: one of 'sampled'"),
+        (["bench", *MODEL, "--budgets", "9"], "budget: at least sinks + recent"),
+        (["bench", *MODEL, "--points", "0,5"], "--points: positive"),
+        (["generate", *MODEL], "PROMPT: a text, - for stdin, or --chat"),
+        (["generate", *MODEL, "hello", "--chat"], "PROMPT: a text, - for stdin, or --chat"),
+        (["generate", *MODEL, ""], "PROMPT: a text expected, got none"),
+        (["generate", *MODEL, "--chat"], "--chat, --system: a tokenizer with a chat template"),
+        (["generate", *MODEL, "--raw", "--chat"], "--raw: goes without"),
+        (["generate", *MODEL, "hello", "--stats", "no.safetensors"], "--stats: no.safetensors: "),
+        (["generate", *MODEL, "hello", "--adapter", "no-lora"], "--adapter: no folder no-lora"),
+        (["generate", *MODEL, "hello", "--adapter", "slides"], "--adapter: slides: "),
+        (["generate", *MODEL, "hello", "--attention", "best"], "--attention: best: "),
+        (["generate", "--model", "bare", "hello"], "--model: bare: "),
+        (["calibrate", *MODEL, "--dataset", "no.txt", "--out", "x"], "--dataset: no such file"),
+        (["calibrate", *MODEL, "--dataset", "me/none", "--out", "x"], "--dataset: me/none: "),
+        (["eval", "fidelity", *MODEL, "--data", "no.txt"], "--data: no.txt: No such file"),
+        (["eval", "tasks", *MODEL, "--data", "me/none"], "--data: me/none: "),
+        (["eval", "memory", *MODEL, "--tokenizer", "none"], "--tokenizer: no folder none"),
+    ],
+)
+def test_so_is_what_is_wrong_with_any_other(kvpage, arguments, message):
+    done = kvpage(*arguments, code=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvpage ")]
+    assert line.startswith(f"kvpage {arguments[0]}: {message}")
+    assert "Traceback" not in done.output
+
+
+def test_too_little_memory_is_one_line_and_exit_code_1(kvpage, monkeypatch):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr("kvpage.evaluation.speed.measured", full)
+    done = kvpage("bench", *MODEL, *SMALL, "--budgets", 48, code=1)
+    assert done.stderr.endswith(
+        "kvpage bench: out of memory: CUDA out of memory. Tried to allocate 2 GiB\n"
+    )
+
+
+def test_fidelity_says_how_many_windows_the_text_had(kvpage, tmp_path):
+    command = ["eval", "fidelity", *MODEL, *DATA, "--tokens", 100, "--budgets", 48, "--prompt", 32]
+    command += ["--interval", 16, "--recent", 8, "--out", tmp_path, "--json"]
+    words = len(AutoTokenizer.from_pretrained("my-model")(Path("text.txt").read_text()).input_ids)
+    assert kvpage(*command, "--limit", 9)["notes"] == [
+        f"text.txt: {words // 100} of 9 windows of 100 tokens"
+    ]
+    assert kvpage(*command, "--limit", 1)["notes"] == []
+
+
 def test_help_has_an_example_of_every_command_and_the_exit_codes(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for command in COMMANDS:
         text = CliRunner().invoke(application(), [*command.split(), "--help"]).stdout
-        assert f"kvpage {command} --model my-model" in text and "Exit codes: 0 done" in text
+        assert f"kvpage {command} --model my-model" in text
+        group = CliRunner().invoke(application(), [command.split()[0], "--help"]).stdout
+        assert "Exit codes: 0 done" in group
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = "import sys; from kvpage.cli import application; application()(['--help'], 'kvpage', "
+    code += "standalone_mode=False); print({'torch', 'transformers'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "generate" in done.stdout and done.stdout.endswith("set()\n")

@@ -169,6 +169,7 @@ class _Writer:
         from time import perf_counter
 
         import torch
+        from transformers import StoppingCriteriaList
 
         from kvpage.cli.streams import Interruptible, streams
         from kvpage.compat import NEWEST
@@ -185,7 +186,7 @@ class _Writer:
                 input_ids=given,
                 attention_mask=torch.ones_like(given),
                 pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
-                stopping_criteria=[stop],
+                stopping_criteria=StoppingCriteriaList([stop]),
                 streamer=streamer,
                 **{NEWEST: self.cache},
                 **self.options,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import StoppingCriteria, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from kvpage.watch import Watch
@@ -52,7 +52,7 @@ class _Several(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore
             streamer.end()
 
 
-class Interruptible:
+class Interruptible(StoppingCriteria):
     """Within it the first Ctrl-C stops `generate` behind the token it is at, with the cache whole;
     the second is `KeyboardInterrupt`. Is one of its `stopping_criteria`."""
 
