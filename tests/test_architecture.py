@@ -42,7 +42,7 @@ ORDER = [  # a module imports only from lines above its own
     {"cli.__main__"},
 ]
 KNOW_TRANSFORMERS = {"architectures", "attachments", "attention", "cache", "compat", "layer"}
-KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.calibrate", "cli.evaluate"}
+KNOW_TRANSFORMERS |= {"meeting", "recording", "cli.evaluate"}
 KNOW_TRANSFORMERS |= {"evaluation.fidelity", "evaluation.runner", "footprint", "watch"}
 KNOW_TRANSFORMERS |= {"cli.machine", "cli.options", "cli.streams", "cli.generate"}
 KNOW_TRANSFORMERS |= {"evaluation.speed"}
