@@ -71,13 +71,14 @@ class Footprint:
             name=type(model).__name__,
             layers=layers,
             state_layers=sum(not isinstance(kind, Window) for kind in kinds),
-            dtype=next(decoder.module.parameters()).dtype,
+            dtype=decoder.module.dtype,
             weights_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         )
 
     @staticmethod
     def from_pretrained(name: str, dtype: str = "auto") -> Footprint:
-        """Of the model in a folder or on the hub, from its config alone: no weights are loaded.
+        """Of the model in a folder or on the hub, from its config alone: no weights are loaded, and
+        those that are quantised count as if they were not.
 
         dtype: "auto", as the config says, or "float32", "bfloat16", ... Raises as `of`, and
         `OSError` where there is no such model.
@@ -215,10 +216,9 @@ def _shape(site: AttentionSite, decoder: Decoder) -> LayerShape:
     heads = config.num_attention_heads
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     dim = int(dim or config.hidden_size // heads)
-    projection = getattr(attention, "k_proj", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if projection is not None:
-        kv_heads = projection.weight.shape[0] // dim
+    keys = getattr(getattr(attention, "k_proj", None), "out_features", None)
+    kv_heads = kv_heads if keys is None else keys // dim
     bands = 0 if site.rope is None else site.rope().bands
     return LayerShape(heads, kv_heads, dim, bands, site.window)
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from kvpage import PagedCompactCache
 from kvpage.footprint import Footprint, PagedBytes, without_weights
 
+pytestmark = pytest.mark.core
 OPTIONS = {"budget": 40, "interval": 24, "block_size": 8, "sinks": 2, "recent": 8}
 LENGTHS = (1, 2, 15, 64, 65, 88, 89, 130, 131, 193, 194)
 FEW = {"budget": 20, "interval": 8, "block_size": 8, "sinks": 2, "recent": 8}

@@ -29,7 +29,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         if not name.endswith(("_low", "_high"))
         and not any(isinstance(row.get(name), list) for row in rows)
     ]
-    head = [name.replace("_", " ").replace("kv bytes", "KV memory") for name in shown]
+    said = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
+    head = [said.get(name, name.replace("_", " ")) for name in shown]
     return [head, *([_cell(name, row) for name in shown] for row in rows)]
 
 
