@@ -65,13 +65,14 @@ class Footprint:
         `TypeError` for what is no transformers model.
         """
         decoder = describe(model)
+        module: Any = decoder.module
         layers = tuple(_shape(site, decoder) for site in decoder.sites)
         kinds = native_layers(decoder.config)
         return Footprint(
             name=type(model).__name__,
             layers=layers,
             state_layers=sum(not isinstance(kind, Window) for kind in kinds),
-            dtype=decoder.module.dtype,
+            dtype=module.dtype,
             weights_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         )
 

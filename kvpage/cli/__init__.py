@@ -20,13 +20,20 @@ def application() -> Any:
     app.command("info")(info_command)
     app.command("generate")(generate_command)
     app.command("calibrate")(calibrate_command)
-    app.add_typer(evaluate, name="eval")
+    about = "What a budget costs a model in quality: fidelity, memory, tasks."
+    app.add_typer(evaluate, name="eval", short_help=about)
     app.command("bench")(bench_command)
     return app
 
 
 def _kvpage() -> None:
-    """A KV cache for transformers that runs a trace of any length in a fixed memory."""
+    """A KV cache for transformers that runs a trace of any length in a fixed memory.
+
+    \b
+    To begin with:
+      kvpage info --model my-model --tokens 32768
+      kvpage generate --model my-model "Why is the sky blue?" --budget 512
+    """
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ evaluate = typer.Typer(
     no_args_is_help=True,
     help="What a budget costs a model: every model x budget x scorer in one table. Results are "
     "kept in --out as they come: the same command again goes on after a crash or Ctrl-C, and with "
-    "more budgets adds to them. `accelerate launch -m kvpage.cli eval ...` splits the work. "
+    "more budgets adds to them. `accelerate launch -m kvpage.cli eval ...` splits the work.\n\n"
     "Exit codes: 0 done, 1 out of memory, 2 bad input, 130 interrupted.",
 )
 
