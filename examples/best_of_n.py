@@ -136,11 +136,10 @@ def show(
         mark, text = "→" if one is picked else "", one.text.replace("\n", " ")
         table.add_row(mark, f"{one.logprob:.2f}", one.number or "-", escape(text))
     console.print(table)
-    alone, n = -(-report.live_tokens // report.block_size), report.batch_size
+    n, blocks = report.batch_size, -(-report.live_tokens // report.block_size)
     console.print(
-        f"\n{n} answers to one prompt of {prompt} tokens hold {report.blocks_used} blocks "
-        f"of {report.block_size} tokens; each is {alone} blocks long, "
-        f"so {n} caches would have {n * alone}"
+        f"\n{n} answers to one prompt of {prompt} tokens hold {report.blocks_used} blocks of "
+        f"{report.block_size} tokens; in caches of their own, {n} times {blocks} = {n * blocks}"
     )
 
 

@@ -14,7 +14,14 @@ import torch
 from checkpoints import QUESTIONS, save_checkpoint, save_questions
 from tiny import build, cache_name, prompt
 
-from kvpage.evaluation import FULL, Contender, bootstrap_interval, pass_at_k, wilson_interval
+from kvpage.evaluation import (
+    FULL,
+    Contender,
+    bootstrap_interval,
+    evaluate,
+    pass_at_k,
+    wilson_interval,
+)
 from kvpage.evaluation.answers import is_right, method, reference
 from kvpage.evaluation.memory import TASKS, MemoryStudy, answered, encoded, example
 from kvpage.evaluation.runner import Journal, Subject, Work, grouped, run
@@ -372,6 +379,36 @@ def test_sampled_answers_and_their_pass_at_k_are_counted(folder, tmp_path):
     assert "3 by math-verify, 3 by string" in note
     again = run(list(study.works(subject, [FULL])), tmp_path / "again")
     assert again == records
+
+
+def test_evaluate_returns_what_it_writes(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    subject = Subject(str(folder / "model"), device="cpu")
+    study = TaskStudy("q", load_problems(str(folder / "questions.jsonl")), 4, 3)
+    contenders = Contender.grid([64, None], ["knorm"], **SMALL)
+    found = evaluate(study, subject, contenders, tmp_path, progress=False)
+    assert [row["budget"] for row in found.rows] == [None, 64] and found.is_main
+    written = {"rows": found.rows, "notes": found.notes}
+    assert json.loads((tmp_path / "tasks.json").read_text()) == written
+    assert (tmp_path / "tasks.md").read_text().strip() == str(found)
+    assert "compactions are 0, nothing was evicted (budgets 64)" in found.notes[-1]
+    assert len(found.files) == 7 and all(path.stat().st_size > 0 for path in found.files)
+    assert "model" not in subject.__dict__  # its weights are let go
+    tables = evaluate(study, [subject], contenders, tmp_path, plot=False, progress=False)
+    assert tables.rows == found.rows and tables.files == found.files[:3]
+    assert len((tmp_path / "results-0.jsonl").read_text().splitlines()) == 4  # nothing anew
+    with pytest.raises(ValueError, match="scorer: one of"):
+        evaluate(study, Subject("nowhere"), [Contender(64, "oracle", SMALL)], tmp_path)
+
+
+def test_a_grid_has_every_scorer_at_every_budget_and_the_full_cache_once():
+    grid = Contender.grid([64, None, 128], ["knorm", "oracle"], **SMALL)
+    names = ["full", "knorm 64", "oracle 64", "knorm 128", "oracle 128"]
+    assert [contender.name for contender in grid] == names
+    for contender in grid:
+        contender.check(oracle=True)
+    with pytest.raises(ValueError, match="budget: at least"):
+        Contender.grid([0], **SMALL)[0].check()
 
 
 def test_one_row_of_a_batch_is_what_it_is_alone(folder, tmp_path):
