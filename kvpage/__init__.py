@@ -60,6 +60,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first used: `kvpage --help` does without torch."""
+    if name in ("evaluation", "plot"):  # these need extras
+        return importlib.import_module(f"kvpage.{name}")
     for module, names in _HOMES.items():
         if name in names:
             value = getattr(importlib.import_module(f"kvpage.{module}"), name)
