@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvpage.cache import PagedCompactCache
@@ -220,18 +221,12 @@ def _draw_band(axes: Any, band: Any, positions: Any, reach: float) -> Any:
     axes.plot([np.angle(mean)], [np.abs(mean)], "o", color=ORANGE, markersize=6, zorder=4)
     axes.set_ylim(0, reach)
     axes.set_xticks(np.arange(0, 2 * np.pi, np.pi / 2), ["", "", "", ""])
-    axes.yaxis.set_major_locator(_three_circles())
+    axes.yaxis.set_major_locator(MaxNLocator(3))
     axes.set_rlabel_position(90)
     axes.tick_params(axis="y", labelsize=7, labelcolor=MUTED)
     axes.grid(color=MUTED, alpha=0.25, linewidth=0.6)
     axes.spines["polar"].set_visible(False)
     return points
-
-
-def _three_circles() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(3)
 
 
 def _draw_lengths(axes: Axes, before: Any, after: Any, band: int) -> None:

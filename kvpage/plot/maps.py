@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
@@ -195,7 +196,7 @@ def _panel(axes: Axes, block_map: BlockMap, tiling: Tiling, newest: int, points:
     held = ((block_map.ref_counts > 0) & (block_map.rows >= 0)).cpu().numpy()
     empty = np.where((slots == NO_TOKEN) & held[:, None], 0.0, np.nan)
     line: Any = {"edgecolors": PAPER, "linewidth": min(1.0, 0.14 * points) if points > 3 else 0}
-    axes.pcolormesh(_masked(tiling, empty), cmap=_one_colour(EMPTY), **line)
+    axes.pcolormesh(_masked(tiling, empty), cmap=ListedColormap([EMPTY]), **line)
     mesh = axes.pcolormesh(_masked(tiling, live), cmap=QUANTITY, vmin=0, vmax=newest, **line)
     thin = min(0.8, 0.3 * points)
     _outline(axes, tiling, _free(block_map), edgecolor=RULE, linewidth=thin, label="free")
@@ -218,12 +219,6 @@ def _panel(axes: Axes, block_map: BlockMap, tiling: Tiling, newest: int, points:
 
 def _masked(tiling: Tiling, slots: np.ndarray[Any, Any]) -> Any:
     return np.ma.masked_invalid(tiling.spread(slots))
-
-
-def _one_colour(colour: str) -> Any:
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap([colour])
 
 
 def _outline(axes: Axes, tiling: Tiling, blocks: Tensor, **options: Any) -> None:
