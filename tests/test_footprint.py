@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES, KEEP_STATES, REFUSED, family, refused_model
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tiny import build, cache_name, prompt
 from transformers import DynamicCache
 
@@ -136,7 +137,10 @@ def test_a_million_tokens_are_quickly_worked_out():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_kvpage_refuses_is_refused_by_name(name):
-    model = refused_model(name)
+    try:
+        model = refused_model(name)
+    except StrictDataclassFieldValidationError as error:
+        pytest.skip(f"this transformers can't make one: {error}")
     if model is None:
         pytest.skip("not in this transformers")
     with pytest.raises(ValueError, match=r"^model: "):
