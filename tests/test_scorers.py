@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from families import family
+from families import FAMILIES, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import generate, prompt
@@ -110,6 +110,30 @@ def test_every_scorer_goes_through_beams_that_share_and_change_rows(name):
     model = family("llama")
     generate(model, prompt(70, batch=2), cache, 30, num_beams=2)
     assert cache.report().compactions > 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("scorer", ["sampled", "window"])
+def test_what_is_kept_of_a_short_text_is_all_of_its_queries_in_every_family(name, scorer):
+    """Then their mean is the mean of all, which is summed on another way."""
+    model, cache = family(name), PagedCompactCache(budget=200, scorer=scorer)
+    generate(model, prompt(30, batch=2), cache, 20)
+    for layer_idx in cache.full_layers:
+        statistics = cache.statistics(layer_idx)
+        kept = statistics.sample if scorer == "sampled" else statistics.recent
+        assert kept.queries.shape[1] == 49
+        mean = kept.queries.double().mean(dim=1)
+        torch.testing.assert_close(mean, statistics.query_mean.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_window_and_redundancy_compact_in_every_family(name):
+    model = family(name)
+    for scorer in ("window", "redundancy"):
+        cache = PagedCompactCache(budget=48, interval=16, recent=16, scorer=scorer)
+        generate(model, prompt(30, batch=2), cache, 70)
+        assert cache.report().compactions > 1 or not cache.full_layers
+        cache.check()
 
 
 @pytest.mark.parametrize("online", [True, False])
