@@ -110,6 +110,8 @@ def best(samples: Sequence[Sample], pick: str) -> Sample:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
+        if args.n < 1:
+            raise ValueError(f"--n: at least 1 expected, got {args.n}")
         cache = PagedCompactCache(budget=args.budget)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -159,7 +161,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the likeliest of those with the commonest number, or the likeliest; default: vote",
     )
     add("--max-new-tokens", default=48, **numbers, help="longest answer; default: 48")
-    add("--stop", default="\n", help="text that ends an answer, '' for none; default: a new line")
     add("--temperature", type=float, default=0.8, help="of sampling; default: 0.8")
     add("--seed", default=0, **numbers, help="of sampling; default: 0")
     add("--budget", default=2048, **numbers, help="tokens a compaction leaves; default: 2048")

@@ -1,6 +1,6 @@
 r"""What does a bounded KV cache cost your fine-tuned model, on your data? A table and a plot.
 
-python examples/evaluate_finetuned.py    # SmolLM2 on twelve built-in questions: about a minute
+python examples/evaluate_finetuned.py    # SmolLM2 on twelve built-in questions, 1 to 2 minutes
 python examples/evaluate_finetuned.py --model my-model --adapter my-lora --data questions.jsonl
 
 Every budget is compared with the full cache. Stopped, the same command goes on from where it was;

@@ -174,6 +174,8 @@ def test_best_of_n_prints_every_answer_and_the_blocks(folder, capsys):
         int, re.search(r"hold (\d+) blocks .* own, (\d+) times (\d+) = (\d+)", out).groups()
     )
     assert times == 3 and total == times * each > held
+    assert best_of_n.main([*arguments[:-1], "0"]) == 2
+    assert "--n: at least 1 expected" in capsys.readouterr().err
 
 
 # evaluate_finetuned.py
