@@ -1,6 +1,6 @@
 """Time per decoded token and KV memory of PagedCompactCache and of transformers' caches.
 
-OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 python benchmarks/decode.py --readme --plot
+OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 python benchmarks/decode.py --write --plot
 OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 python benchmarks/decode.py --quick
 OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 python benchmarks/decode.py --seen 1024 8192 --batch 4
 
@@ -53,8 +53,8 @@ from decode_report import (
     judge,
     parts_around,
     peak_table,
-    readme_block,
     replace_block,
+    results_block,
     table,
 )
 from kvpress_decode import KvpressRun, run_kvpress
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(run), peak_table(run), in_words(run), *run.skipped, *targets, sep="\n")
     if args.plot:
         draw(run, args.plot, Path(args.model or SMALL_MODEL).name)
-    if args.readme:
-        replace_block(args.readme, readme_block(run, args.plot))
+    if args.write:
+        replace_block(args.write, results_block(run, args.plot))
     print(json.dumps(summary(args, run) | {"targets": [t.to_dict() for t in targets]}))
     return 0
 
@@ -139,9 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-gib", type=float, default=10.0, help="of all caches of a cell; larger are skipped")
     add("--quick", action="store_true", help="a small grid, few steps: two minutes, rough figures")
     add("--kvpress-python", type=Path, help="interpreter of an environment with kvpress")
-    figure, readme = ROOT / "docs" / "figures" / "decode.svg", ROOT / "README.md"
+    figure, page = ROOT / "docs" / "figures" / "decode.svg", ROOT / "docs" / "results.md"
     add("--plot", type=Path, nargs="?", const=figure, help=f"draw, by default {figure.name}")
-    add("--readme", type=Path, nargs="?", const=readme, help="rewrite the table in a README")
+    add("--write", type=Path, nargs="?", const=page, help=f"the table, by default to {page.name}")
     return parser
 
 
@@ -172,8 +172,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         check_matplotlib()
         if not main_lengths(args):
             raise ValueError("--plot draws float32 at batch 1, which is not among what is measured")
-    if args.readme:
-        parts_around(args.readme)
+    if args.write:
+        parts_around(args.write)
 
 
 def kvpress_at(args: argparse.Namespace, source: str) -> KvpressRun:

@@ -1,4 +1,4 @@
-"""The README's plot of decode.py: time per token against seen tokens."""
+"""The plot of decode.py in docs/results.md: time per token against seen tokens."""
 
 from __future__ import annotations
 

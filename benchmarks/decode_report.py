@@ -1,4 +1,4 @@
-"""What decode.py measured: verdicts on the project's targets, tables, the README's block."""
+"""What decode.py measured: verdicts on the project's targets, tables, the page of results."""
 
 from __future__ import annotations
 
@@ -140,27 +140,24 @@ def _cell(value: float | None, form: str, unit: float = 1) -> str:
     return "-" if value is None else form.format(value / unit)
 
 
-# The README.
+# The page of results.
 
 
-def readme_block(run: Run, figure: Path | None) -> str:
-    """The part of the README between `BEGIN` and `END`, as Markdown.
+def results_block(run: Run, figure: Path | None) -> str:
+    """The part of docs/results.md between `BEGIN` and `END`, as Markdown.
 
     figure: a drawing beside it, under `docs/figures`.
     """
-    parts = [markdown(list(_readme_rows(run)))]
+    parts = [markdown(list(_result_rows(run)))]
     if figure is not None:
-        source = f"docs/figures/{figure.name}"
-        parts.append(
-            f'<p align="center"><img src="{source}" alt="Time per token against seen tokens"></p>'
-        )
+        parts.append(f"![Time per token against seen tokens](figures/{figure.name})")
     if run.peaks:
         parts.append("Peak memory of a process with one cache (float32, batch 1), MiB:")
         parts.append(markdown(list(_peak_rows(run))))
     return "\n\n".join([*parts, in_words(run)])
 
 
-def _readme_rows(run: Run) -> Iterator[list[str]]:
+def _result_rows(run: Run) -> Iterator[list[str]]:
     names = run.names
     yield ["dtype, batch", "seen", *map(_code, names), f"KV MiB: `{DYNAMIC}` / `{BOUNDED}`"]
     for m in run.measurements:
@@ -225,17 +222,17 @@ def _wrapped(text: str, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def parts_around(readme: Path) -> tuple[str, str]:
+def parts_around(page: Path) -> tuple[str, str]:
     """What is before `BEGIN` and behind `END`; `ValueError` unless there is one of each."""
-    text = readme.read_text()
+    text = page.read_text()
     before, *rest = text.split(BEGIN)
     middle = rest[0].split(END) if len(rest) == 1 else []
     if len(middle) != 2 or END in before:
-        raise ValueError(f"{readme}: one {BEGIN} and one {END} behind it expected")
+        raise ValueError(f"{page}: one {BEGIN} and one {END} behind it expected")
     return before, middle[1]
 
 
-def replace_block(readme: Path, block: str) -> None:
-    """Put `block` between the two markers of `readme`."""
-    before, after = parts_around(readme)
-    readme.write_text(f"{before}{BEGIN}\n{block}\n{END}{after}")
+def replace_block(page: Path, block: str) -> None:
+    """Put `block` between the two markers of `page`."""
+    before, after = parts_around(page)
+    page.write_text(f"{before}{BEGIN}\n\n{block}\n\n{END}{after}")

@@ -1,7 +1,7 @@
-"""Runs a tiny random model of every family and prints the README's table of architectures.
+"""Runs a tiny random model of every family and prints the table of docs/architectures.md.
 
     python docs/architectures.py            prints the table
-    python docs/architectures.py --write    puts it into README.md
+    python docs/architectures.py --write    puts it into docs/architectures.md
 
 Each row was run: decoding under budget must give `DynamicCache`'s tokens, and over budget the
 logits of the oracle (no cache, explicit mask per layer and head) at every step; so were the
@@ -124,11 +124,11 @@ def refusal_of(name: str) -> str | None:
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    text = f"{BEGIN}\n{table()}\n{END}"
-    readme = ROOT / "README.md"
+    text = f"{BEGIN}\n\n{table()}\n\n{END}"
+    page = ROOT / "docs" / "architectures.md"
     if "--write" in sys.argv[1:]:
-        before, rest = readme.read_text().split(BEGIN)
-        readme.write_text(before + text + rest.split(END)[1])
+        before, rest = page.read_text().split(BEGIN)
+        page.write_text(before + text + rest.split(END)[1])
     else:
         print(text)
 

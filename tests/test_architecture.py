@@ -154,7 +154,10 @@ def test_files_and_the_library_stay_small():
     assert {name: count for name, count in counts.items() if count > limits[name]} == {}
 
 
-def test_the_readmes_tree_names_every_module():
-    tree = (PACKAGE.parent / "README.md").read_text().split("## The tree")[1]
+def test_the_tree_names_every_module():
+    page = PACKAGE.parent / "docs" / "development.md"
+    tree = page.read_text().split("## The tree")[1].split("## Tests")[0]
     for path in PACKAGE.glob("*.py"):
         assert path.name == "__init__.py" or f"  {path.name} " in tree, path.name
+    for path in PACKAGE.glob("*/__init__.py"):
+        assert f"  {path.parent.name}/ " in tree, path.parent.name

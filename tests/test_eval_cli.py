@@ -25,7 +25,7 @@ SMALL = ["--interval", "32", "--recent", "16", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint, a LoRA adapter that learnt the questions, and files, named as in the README."""
+    """A checkpoint, a LoRA adapter that learnt the questions, files named as in the docs."""
     path = tmp_path_factory.mktemp("cli")
     save_checkpoint(path / "my-model")
     save_questions(path / "questions.jsonl")
@@ -47,14 +47,15 @@ def rows_of(done):
     return json.loads(done.stdout)["rows"]
 
 
-def readmes_commands():
-    """Command lines of the README's section about evaluation, split."""
-    section = (ROOT / "README.md").read_text().split("## Evaluate")[1].split("\n## ")[0]
-    return [shlex.split(line) for line in section.splitlines() if line.startswith("kvpage eval ")]
+def documented(start):
+    """Command lines of docs/evaluate.md that start so, split."""
+    text = (ROOT / "docs" / "evaluate.md").read_text()
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
-def test_the_readmes_commands_work_on_a_fine_tuned_adapter_and_a_jsonl(folder):
-    tasks, fidelity, memory = readmes_commands()
+def test_the_documented_commands_work_on_a_fine_tuned_adapter_and_a_jsonl(folder):
+    tasks, fidelity, memory = documented("kvpage eval ")
     done = kvpage(folder, *tasks[1:], "--device", "cpu", "--max-new-tokens", 4)
     assert "my-model + my-lora" in done.stdout and "3 by math-verify, 3 by string" in done.stdout
     table = (folder / "kvpage-eval" / "tasks.md").read_text()
@@ -218,14 +219,10 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @needs_harness
-def test_the_readmes_command_runs_the_harness_on_a_task_of_ones_own(folder):
+def test_the_documented_command_runs_the_harness_on_a_task_of_ones_own(folder):
     (folder / "own.yaml").write_text(TASK)
-    line = next(
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("python -m kvpage.evaluation.lm_eval")
-    )
-    command = shlex.split(line.replace("budget=1024", "budget=1024,max_length=2048"))
+    (command,) = documented("python -m kvpage.evaluation.lm_eval")
+    command = [word.replace("budget=1024", "budget=1024,max_length=2048") for word in command]
     command[command.index("gsm8k")] = "own"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hub")}
     command = [sys.executable, *command[1:], "--include_path", ".", "--device", "cpu"]
