@@ -72,7 +72,6 @@ def bench_command(
     with errors("bench", f"interrupted; the lengths that were done are in {out}"):
         from tqdm import tqdm
 
-        from kvpage.cache import PagedCompactCache
         from kvpage.evaluation.contenders import Contender
         from kvpage.evaluation.runner import Row
         from kvpage.evaluation.speed import speed
@@ -86,9 +85,9 @@ def bench_command(
         contenders = []
         for text in budgets.split(","):
             budget = budget_of(text, "--budgets")
-            PagedCompactCache(budget=budget, scorer=scorer, **options)
             label = "budget=none" if budget is None else f"budget={budget}"
             contenders.append(Contender(budget, scorer, options, label))
+            contenders[-1].check()
         loaded = load(subject_of(model, adapter, None, dtype, device), attention)
         rows: list[Row] = []
         with tqdm(total=len(lengths) * (len(contenders) + 1) * (steps + 1), unit="step") as bar:

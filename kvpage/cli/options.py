@@ -100,7 +100,9 @@ def errors(command: str, interrupted: str = "interrupted") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise SystemExit(say(command, f"{error}: pip install 'kvpage[eval]'", BAD_INPUT)) from error
+        extra = "eval" if command == "eval" else "cli"
+        hint = f"{error}: pip install 'kvpage[{extra}]'"
+        raise SystemExit(say(command, hint, BAD_INPUT)) from error
     except (ValueError, TypeError, OSError) as error:
         raise SystemExit(say(command, first_line(error), BAD_INPUT)) from error
     except KeyboardInterrupt:
