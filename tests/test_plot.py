@@ -515,6 +515,8 @@ def test_budget_curves_tell_models_apart_and_put_divergence_on_a_log_scale():
     lines = [container.lines[0] for container in figure.axes[0].containers]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 4
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 4
+    at = np.log2([line.get_xdata()[0] for line in lines])  # around 64
+    assert np.allclose(at - 6, [-0.075, -0.025, 0.025, 0.075])
     pixels(figure)
     assert "0.1" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
     with pytest.raises(ValueError, match="against"):

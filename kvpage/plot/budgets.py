@@ -16,6 +16,8 @@ Row = Mapping[str, Any]
 STYLES = (("-", "o"), (":", "s"), ("-.", "^"), ((0, (1, 1, 5, 1)), "D"))
 """Line and marker."""
 UNITS = {"budget": 1, "kv_bytes": 2**20}
+BESIDE = 0.05
+"""Octaves between two lines, so that intervals at the same budget can be read."""
 MEASURES = {"kl": "KL to the full cache, nats", "accuracy": "accuracy", "score": "score"}
 
 
@@ -24,7 +26,8 @@ def budget_curves(rows: Sequence[Row], against: str = "budget") -> Figure:
     """Quality of the `rows` of one study of `kvpage.evaluation`, with their 95 % intervals.
 
     against: "budget" or "kv_bytes". The full cache is a grey line across, or, against bytes, a
-    point of its own. Raises `ValueError` for another, or rows without a measure to plot.
+    point of its own. Other lines stand a little beside each other, in order, around their budget.
+    Raises `ValueError` for another, or rows without a measure to plot.
     """
     if against not in UNITS:
         raise ValueError(f"against: 'budget' or 'kv_bytes' expected, got {against!r}")
@@ -39,6 +42,7 @@ def budget_curves(rows: Sequence[Row], against: str = "budget") -> Figure:
         lines[_group(row, rows), scorer].append(row)
     groups = list(dict.fromkeys(group for group, _ in lines))
     scorers = [name for name in dict.fromkeys(name for _, name in lines) if name is not None]
+    bounded = [place for place in lines if place[1] is not None]
     for (group, scorer), line in lines.items():
         dashes, marker = STYLES[groups.index(group) % len(STYLES)]
         style: Any = {"linestyle": dashes, "linewidth": 1.4}
@@ -49,7 +53,9 @@ def budget_curves(rows: Sequence[Row], against: str = "budget") -> Figure:
             axes.axhline(line[0][measure], zorder=1, **style)
         else:
             line = sorted(line, key=lambda row: row[against])
-            _draw(axes, line, measure, against, style | {"marker": marker})
+            order = 0.0 if full else bounded.index((group, scorer)) - (len(bounded) - 1) / 2
+            style["marker"] = marker
+            _draw(axes, line, measure, UNITS[against] / 2 ** (order * BESIDE), against, style)
     _dress(axes, rows, measure, against)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -63,8 +69,10 @@ def _group(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(f"{row[name]} tokens" if name == "tokens" else row[name] for name in names)
 
 
-def _draw(axes: Axes, line: Sequence[Row], measure: str, against: str, style: Any) -> None:
-    x = [row[against] / UNITS[against] for row in line]
+def _draw(
+    axes: Axes, line: Sequence[Row], measure: str, unit: float, against: str, style: Any
+) -> None:
+    x = [row[against] / unit for row in line]
     errors = [
         [0.0 if row.get(bound) is None else abs(row[measure] - row[bound]) for row in line]
         for bound in (f"{measure}_low", f"{measure}_high")
@@ -80,7 +88,8 @@ def _dress(axes: Axes, rows: Sequence[Row], measure: str, against: str) -> None:
     ticks = sorted({row[against] / UNITS[against] for row in rows if row[against]})
     if len(ticks) <= 8:
         axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(lambda value, _: count_of(value))
+    tick = count_of if against == "budget" else "{:,.3g}".format
+    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
     axes.minorticks_off()
     if measure == "kl":
         axes.set_yscale("log", subs=[])
