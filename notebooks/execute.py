@@ -6,6 +6,7 @@ python notebooks/execute.py notebooks/01_quickstart.ipynb
 
 import asyncio
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,9 @@ METADATA = {
 }
 KINDS = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain")
 """From the richest: each output keeps the first it has, and its plain text."""
+
+BAR = re.compile(r"\[\d+:\d+[<,]")
+"""What every bar of tqdm has: `[00:12<00:03, ...]`, or `[00:12, ...]` where no end is known."""
 
 
 def execute(path: Path, seconds: int = 600, **environment: str) -> NotebookNode:
@@ -61,7 +65,7 @@ def is_bar(output: NotebookNode) -> bool:
     if output.output_type != "stream" or output.name != "stderr":
         return False
     lines = output.text.replace("\r", "\n").split("\n")
-    return all("/s]" in line or "s/" in line or not line.strip() for line in lines)
+    return all(BAR.search(line) or not line.strip() for line in lines)
 
 
 def tidied(output: NotebookNode) -> NotebookNode:

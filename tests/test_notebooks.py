@@ -15,7 +15,7 @@ BYTES = 250_000
 SECONDS = 300
 PLACES = re.compile(r"/(root|home|tmp|work|Users|usr|opt|var)/|[A-Z]:\\\\")
 """Beginnings of paths that only one machine has."""
-NOISE = re.compile(r"Warning|FutureWarning|it/s\]|Failed to load")
+NOISE = re.compile(r"Warning|/s\]|Failed to load")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
