@@ -76,7 +76,7 @@ class Notebook(Nowhere):
             from IPython.display import HTML, display
         except ImportError as error:
             raise ImportError(
-                "display='notebook' needs IPython: pip install 'kvpage[notebook]'"
+                "display='notebook' needs IPython: pip install 'kvpage[notebooks]'"
             ) from error
         self._html, self._display = HTML, display
         self._handle: Any = None

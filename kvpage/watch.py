@@ -64,7 +64,7 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
     Args:
         cache: the cache that `generate` is given.
         tokenizer: to show the text.
-        display: "notebook", "terminal" (both need an extra: `notebook`, `cli`), "none", or "auto":
+        display: "notebook", "terminal" (both need an extra: `notebooks`, `cli`), "none", or "auto":
             "notebook" in a Jupyter kernel, "terminal" where stdout or stderr is one and rich is
             installed, else "none"; which it became is in the repr.
         every: least seconds between two updates of the display.
