@@ -31,7 +31,8 @@ ORDER = [  # a module imports only from lines above its own
     {"block_map", "displays", "survivors"},
     {"watch"},
     {"plot.style"},
-    {"plot.budgets", "plot.geometry", "plot.histories", "plot.maps", "plot.survival"},
+    {"plot.budgets", "plot.distances", "plot.geometry", "plot.histories"}
+    | {"plot.maps", "plot.survival"},
     {"plot"},
     {"kvpage"},
     {"evaluation.contenders", "evaluation.intervals", "evaluation.attention_mass"}
@@ -146,7 +147,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     limits = {"kvpage": 4250, "statistics": 870, "kernels": 960, "evaluation": 1490, "cli": 1100}
-    limits |= {"views": 850, "plot": 780}
+    limits |= {"views": 850, "plot": 860}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:

@@ -1,5 +1,6 @@
 """What pictures show, against the numbers of the caches they are of."""
 
+import io
 import math
 import subprocess
 import sys
@@ -16,9 +17,11 @@ pytest.importorskip("matplotlib")
 from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from PIL import Image
 
 from kvpage import BlockMap, CalibratedStatistics, PagedCompactCache, calibrate, plot
 from kvpage.plot.style import BLUE, PAPER
+from kvpage.rope import Rope
 
 EVICTING = {"budget": 40, "interval": 16, "recent": 8}
 
@@ -525,6 +528,76 @@ def test_budget_curves_tell_models_apart_and_put_divergence_on_a_log_scale():
         plot.budget_curves([{"budget": 1}])
 
 
+# Attention over distance.
+
+
+ROPES = [
+    Rope(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)),
+    Rope(torch.tensor([0.5, 0.02], dtype=torch.float64), 1.3, interleaved=True),
+    Rope(torch.empty(0, dtype=torch.float64)),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=["half", "interleaved, partly rotated, scaled", "none"])
+def test_logits_by_distance_are_the_means_of_all_pairs_and_the_series_of_the_centroids(rope):
+    torch.manual_seed(0)
+    queries, keys = torch.randn(2, 2, 40, 6, dtype=torch.float64) + 1
+    curves = plot.logits_by_distance(queries, keys, rope, 0.3, points=9)
+    positions = torch.arange(40)[None]
+
+    def logits(queries, keys):
+        turned = [rope.rotated(vectors[None], positions)[0] for vectors in (queries, keys)]
+        return 0.3 * turned[0] @ turned[1].transpose(1, 2)  # [H, query, key]
+
+    means = (vectors.mean(dim=1, keepdim=True).expand_as(vectors) for vectors in (queries, keys))
+    every, of_means = logits(queries, keys), logits(*means)
+    assert curves.distances[0] == 1 and curves.distances[-1] == round(2 * 40 / 3)
+    for i, distance in enumerate(curves.distances.tolist()):
+        pairs = every.diagonal(-distance, dim1=1, dim2=2)
+        torch.testing.assert_close(curves.measured[:, i], pairs.mean(dim=-1))
+        series = of_means.diagonal(-distance, dim1=1, dim2=2)[:, 0]
+        torch.testing.assert_close(curves.predicted[:, i], series)
+    if rope.bands:
+        for head in range(2):
+            expected = np.corrcoef(curves.measured[head], curves.predicted[head])[0, 1]
+            assert curves.correlation[head].item() == pytest.approx(expected)
+    else:
+        assert curves.predicted.std(dim=1).max() < 1e-12  # nothing tells distances apart
+
+
+def test_queries_and_keys_that_never_change_are_predicted_exactly():
+    queries, keys = (torch.randn(1, 1, 6).expand(1, 90, 6) for _ in range(2))
+    curves = plot.logits_by_distance(queries, keys, ROPES[0])
+    torch.testing.assert_close(curves.measured, curves.predicted)
+    assert curves.correlation.item() == pytest.approx(1)
+
+
+def test_attention_over_distance_draws_both_curves_of_each_head():
+    torch.manual_seed(0)
+    curves = plot.logits_by_distance(*torch.randn(2, 2, 40, 6), ROPES[0])
+    figure = plot.attention_over_distance({"one": curves.head(0), "other": curves.head(1)})
+    for i, (axes, name) in enumerate(zip(figure.axes, ("one", "other"), strict=True)):
+        measured, predicted = axes.lines
+        for line, expected in ((measured, curves.measured[i]), (predicted, curves.predicted[i])):
+            assert np.array_equal(line.get_xdata(), curves.distances)
+            assert np.array_equal(line.get_ydata(), expected)
+        assert axes.get_title(loc="left") == f"{name}: r = {curves.correlation[i].item():.2f}"
+    assert {"measured", "predicted by the centroids"} <= set(texts(figure))
+
+
+def test_what_no_distance_can_be_told_of_is_named():
+    with pytest.raises(ValueError, match=r"keys.*\[2, 40, 6\].*\[1, 40, 6\]"):
+        plot.logits_by_distance(torch.ones(2, 40, 6), torch.ones(1, 40, 6), ROPES[0])
+    with pytest.raises(ValueError, match="3 tokens"):
+        plot.logits_by_distance(torch.ones(2, 6), torch.ones(2, 6), ROPES[0])
+    with pytest.raises(ValueError, match="head_dim"):
+        plot.logits_by_distance(torch.ones(40, 4), torch.ones(40, 4), ROPES[0])
+    curves = plot.logits_by_distance(torch.ones(2, 40, 6), torch.ones(2, 40, 6), ROPES[0])
+    for wrong in ({}, {"both": curves}):
+        with pytest.raises(ValueError, match="curves"):
+            plot.attention_over_distance(wrong)
+
+
 # All of them.
 
 
@@ -544,6 +617,20 @@ def test_pictures_look_the_same_whatever_the_settings_are(run, histories):
         with style.context("dark_background"):
             assert np.array_equal(pixels(draw()), usual)
         assert to_hex(usual[0, 0] / 255) == PAPER
+
+
+def test_a_notebook_shows_a_picture_in_256_colours_that_look_the_same(run):
+    figure = plot.block_map(run[0])
+    data, _ = figure._repr_png_()
+    image, drawing = Image.open(io.BytesIO(data)), io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=100)
+    shown, exact = (
+        np.asarray(picture.convert("RGB"), dtype=int) for picture in (image, Image.open(drawing))
+    )
+    assert image.mode == "P"
+    assert np.abs(shown - exact).max() <= 16
+    assert (shown[exact.min(axis=-1) == 255] == 255).all()  # the paper stays white
+    assert len(data) < len(drawing.getvalue())
 
 
 def test_matplotlib_is_asked_for_and_pyplot_not_needed():

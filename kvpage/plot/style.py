@@ -15,6 +15,7 @@ import matplotlib
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 PAPER, INK, MUTED, RULE, EMPTY = "#ffffff", "#1f2328", "#59636e", "#b7c0ca", "#d3d9df"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -46,11 +47,17 @@ P = ParamSpec("P")
 
 
 class Picture(Figure):
-    """A `Figure` that a notebook shows whether or not pyplot was imported there."""
+    """A `Figure` that a notebook shows whether or not pyplot was imported there.
+
+    In 256 colours, so that the notebook stays small.
+    """
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=120, facecolor=PAPER)
+        drawing, buffer = io.BytesIO(), io.BytesIO()
+        self.savefig(drawing, format="png", dpi=100, facecolor=PAPER)
+        image = Image.open(drawing).convert("RGB")
+        few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(buffer, format="png", optimize=True)
         width, height = (round(96 * inches) for inches in self.get_size_inches())
         return buffer.getvalue(), {"width": width, "height": height}
 
@@ -79,7 +86,7 @@ def _fix_ticks(axes: Axes) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, laid out as it is drawn."""
+    """An empty figure of this size in inches, laid out as it is drawn: for your own picture."""
     return Picture(figsize=(width, height), layout="constrained")
 
 
