@@ -28,6 +28,12 @@ BAR = '<mo stretchy="false">&#x0007C;</mo>'
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
+IN_NOTEBOOK = re.compile(
+    r"(?P<code><(pre|code|script|style)\b.*?</\2>)|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^$\n<]+)\$",
+    re.DOTALL,
+)
+"""Formulas of a notebook, which come as they were written, and where none can be."""
+
 
 def notebooks() -> list[Path]:
     """Those there are, in order."""
@@ -60,10 +66,17 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
 
 
 def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return FORMULA.sub(_mathml, text)
+    if page.file.src_uri.endswith(".ipynb"):
+        return IN_NOTEBOOK.sub(_mathml_in_notebook, text)
+    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), text)
 
 
-def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    formula = convert(html.unescape(found[2]).strip(), display=display)
+def _mathml_in_notebook(found: re.Match[str]) -> str:
+    if found["code"] is not None:
+        return found["code"]
+    return _mathml(found["block"] or found["inline"], found["block"] is not None)
+
+
+def _mathml(latex: str, block: bool) -> str:
+    formula = convert(html.unescape(latex).strip(), display="block" if block else "inline")
     return formula.replace(BAR, BAR.replace("<mo", '<mo lspace="0" rspace="0"'))
