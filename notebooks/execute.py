@@ -6,7 +6,6 @@ python notebooks/execute.py notebooks/01_quickstart.ipynb
 
 import asyncio
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -25,9 +24,6 @@ METADATA = {
 }
 KINDS = ("image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain")
 """From the richest: each output keeps the first it has, and its plain text."""
-
-BAR = re.compile(r"\[\d+:\d+[<,]")
-"""What every bar of tqdm has: `[00:12<00:03, ...]`, or `[00:12, ...]` where no end is known."""
 
 
 def execute(path: Path, seconds: int = 600, **environment: str) -> NotebookNode:
@@ -52,20 +48,18 @@ def execute(path: Path, seconds: int = 600, **environment: str) -> NotebookNode:
 
 
 def tidy(notebook: NotebookNode) -> None:
-    """Leave out what differs from run to run and says nothing: progress bars, widgets' states."""
+    """Leave out what differs from run to run and says nothing: logs, times, widgets' states."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
         if cell.cell_type == "code":
-            cell.outputs = [tidied(output) for output in cell.outputs if not is_bar(output)]
+            cell.outputs = [tidied(output) for output in cell.outputs if not is_log(output)]
 
 
-def is_bar(output: NotebookNode) -> bool:
-    """Whether it is what tqdm writes, and nothing beside it."""
-    if output.output_type != "stream" or output.name != "stderr":
-        return False
-    lines = output.text.replace("\r", "\n").split("\n")
-    return all(BAR.search(line) or not line.strip() for line in lines)
+def is_log(output: NotebookNode) -> bool:
+    """Whether it is what libraries write beside the output: progress bars, complaints about the
+    machine."""
+    return output.output_type == "stream" and output.name == "stderr"
 
 
 def tidied(output: NotebookNode) -> NotebookNode:
