@@ -28,7 +28,8 @@ def test_there_are_notebooks():
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     """In a copy of its folder and of the examples, by this interpreter, on one thread."""
     for folder in (FOLDER, ROOT / "examples"):
-        shutil.copytree(folder, tmp_path / folder.name)
+        results = shutil.ignore_patterns("kvpage-eval")  # or there is nothing left to measure
+        shutil.copytree(folder, tmp_path / folder.name, ignore=results)
     copy = tmp_path / FOLDER.name / path.name
     wipe(copy)
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
