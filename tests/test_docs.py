@@ -46,6 +46,7 @@ NOT_RUN = {
     ("CONTRIBUTING.md", ".venv/bin/python -m pytest"): "runs all tests",
     ("CONTRIBUTING.md", ".ci/run"): "runs all tests",
     ("docs/index.md", "pip install"): INSTALLS,
+    ("docs/notebooks.md", "pip install"): INSTALLS,
     ("docs/evaluate.md", "pip install"): INSTALLS,
     ("docs/evaluate.md", "python -m kvpage.evaluation.lm_eval"): "tests/test_eval_cli.py runs it",
     ("docs/attention.md", 'token, position = torch.zeros(1, 1, dtype=torch.long, device="cuda")'): (
