@@ -137,6 +137,7 @@ def memory_table(report: Report, full_bytes: int) -> Table:
     table.add_row("… had it only evicted", f"{report.blocks_freed_without_compaction:,}", "")
     table.add_row("KV memory in use", mebibytes(report.bytes_in_use), full)
     table.add_row("KV memory at the peak", mebibytes(report.bytes_peak), full)
+    table.add_row("queries kept to rank by", mebibytes(report.bytes_statistics), "0")
     cost = f"{report.compactions:,} in {report.compaction_seconds:.2f} s"
     table.add_row("compactions", cost, "")
     return table

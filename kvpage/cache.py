@@ -239,8 +239,10 @@ class PagedCompactCache(PagedCore, Cache):
         Raises `ValueError` for an empty cache or a layer that is none of full attention.
         """
         layer = self._stack.by_index.get(layer_idx)
+        if self.ledger.seen == 0:
+            raise ValueError("cache: one with tokens in it expected, nothing was cached yet")
         if layer is None or layer.is_sliding or layer.storage is None:
-            known = self.full_layers or "none yet, nothing was cached"
+            known = self.full_layers
             raise ValueError(f"layer_idx: a layer of full attention ({known}), got {layer_idx}")
         self._check_complete()
         device = layer.storage.keys.device

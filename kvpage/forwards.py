@@ -94,7 +94,7 @@ class Forwards:
             raise ValueError(
                 f"input_ids: tokens behind the {self.ledger.seen} seen ones expected, got none; "
                 "generate takes the full ids, or the new ids with the attention_mask of the whole "
-                "text"
+                "text; reset() is for another text"
             )
         drafts, self.drafts = self.drafts, None
         outer_mask, self.outer_mask = self.outer_mask, None

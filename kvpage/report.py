@@ -42,12 +42,14 @@ class Report:
     blocks_used: int
     blocks_free: int
     blocks_peak: int
+    """Most that were used at once."""
     blocks_freed: int
     blocks_freed_without_compaction: int
     blocks_freed_without_compaction_per_head: float
     bytes_reserved: int
     bytes_in_use: int
     bytes_peak: int
+    """Most that were reserved at once."""
     bytes_statistics: int
     compactions: int
     compaction_seconds: float
@@ -96,13 +98,14 @@ class Report:
             ("blocks freed", f"{self.blocks_freed:,} by compaction"),
             (
                 "  without compaction",
-                f"{self.blocks_freed_without_compaction:,} for the same evictions "
-                f"({self.blocks_freed_without_compaction_per_head:,.1f} with a table per head)",
+                f"{self.blocks_freed_without_compaction:,} for the same evictions, "
+                f"{self.blocks_freed_without_compaction_per_head:,.1f} were there a block table "
+                "for each layer and KV head",
             ),
             (
                 "KV memory",
-                f"{readable(self.bytes_in_use)} in use, {readable(self.bytes_reserved)} reserved,"
-                f" {readable(self.bytes_peak)} at the peak",
+                f"{readable(self.bytes_in_use)} in use, {readable(self.bytes_reserved)} reserved"
+                f" (at most {readable(self.bytes_peak)} so far)",
             ),
             ("statistics", readable(self.bytes_statistics)),
             ("compactions", f"{self.compactions:,} in {self.compaction_seconds:.3f} s"),

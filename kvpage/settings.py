@@ -24,8 +24,6 @@ class Settings:
     static: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            _check_integer("budget", self.budget, 1)
         _check_integer("interval", self.interval, 1)
         _check_integer("block_size", self.block_size, 1)
         _check_integer("sinks", self.sinks, 0)
@@ -42,12 +40,15 @@ class Settings:
             raise ValueError("static: needs a budget, which bounds what is allocated, got None")
         if not isinstance(self.pin_prompt, bool) and self.pin_prompt != "auto":
             raise ValueError(f"pin_prompt: True, False or 'auto' expected, got {self.pin_prompt!r}")
-        least = self.sinks + self.recent + self.block_size
-        if self.budget is not None and self.budget < least:
-            raise ValueError(
-                f"budget: at least sinks + recent + block_size = {self.sinks} + {self.recent} + "
-                f"{self.block_size} = {least} tokens expected, got {self.budget}"
-            )
+        if self.budget is not None:
+            _check_integer("budget", self.budget)
+            least = self.sinks + self.recent + self.block_size
+            if self.budget < least:
+                raise ValueError(
+                    f"budget: at least sinks + recent + block_size = {self.sinks} + {self.recent} "
+                    f"+ {self.block_size} = {least} tokens expected, got {self.budget}; a smaller "
+                    "one goes with a smaller recent"
+                )
 
     @property
     def room(self) -> int:
@@ -57,8 +58,8 @@ class Settings:
         return self.budget - self.sinks - self.recent - self.block_size
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
+def _check_integer(name: str, value: Any, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: an integer number of tokens expected, got {value!r}")
-    if value < least:
+    if least is not None and value < least:
         raise ValueError(f"{name}: at least {least} expected, got {value}")

@@ -22,7 +22,7 @@ class Survivors:
     pieces: the text of each token, together the whole text (a character of several tokens is the
     last one's); shares: in [0, 1], over the layers of full attention, `None` for a token that was
     decoded but not cached yet; pairs: how many (layer, KV head) there are. Notebooks show the text
-    with evicted tokens faint, `print` leaves out what lives nowhere.
+    with evicted tokens faint, `print` counts, and leaves out what lives nowhere.
     """
 
     pieces: tuple[str, ...]
@@ -79,7 +79,7 @@ class Survivors:
         shown = (
             " […] " if gone else "".join(piece for piece, _ in run) for gone, run in runs
         )  # fmt: skip
-        return "".join(shown)
+        return f"{self.summary}:\n\n" + "".join(shown)
 
     def _repr_html_(self) -> str:
         return html.panel(

@@ -88,8 +88,6 @@ def test_only_the_budget_may_be_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "least"),
     [
-        ("budget", 0, 1),
-        ("budget", -1, 1),
         ("interval", 0, 1),
         ("interval", -128, 1),
         ("block_size", 0, 1),
@@ -102,7 +100,7 @@ def test_lengths_have_a_least_value(name: str, value: int, least: int) -> None:
     refuses(ValueError, f"{name}: at least {least} expected, got {value}", **{name: value})
 
 
-@pytest.mark.parametrize("delta", [-1, -LEAST + 1])
+@pytest.mark.parametrize("delta", [-1, -LEAST + 1, -LEAST, -LEAST - 1])
 def test_budget_must_hold_sinks_recent_and_a_block(delta: int) -> None:
     arguments = SMALL | {"budget": LEAST + delta}
     refuses(ValueError, "budget:", f"= {LEAST} tokens expected, got {LEAST + delta}", **arguments)

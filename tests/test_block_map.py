@@ -74,7 +74,7 @@ def test_a_map_of_slots_counts_blocks_that_hold_a_token():
 
 def test_what_is_not_there_is_named():
     cache = small_cache()
-    with pytest.raises(ValueError, match="none yet"):
+    with pytest.raises(ValueError, match="nothing was cached yet"):
         BlockMap.of(cache)
     Text(20).feed(cache, 20)
     with pytest.raises(ValueError, match=r"kv_head: within \[0, 2\) expected, got 2"):

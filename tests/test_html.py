@@ -187,7 +187,9 @@ def test_survivors_have_the_share_of_layers_and_heads_in_which_each_token_lives(
             for piece, share in zip(survivors.pieces, survivors.shares, strict=True)
             if share != 0
         ]
-        assert str(survivors).replace(" […] ", "") == "".join(gone)
+        counted, _, text = str(survivors).partition(":\n\n")
+        assert counted == survivors.summary
+        assert text.replace(" […] ", "") == "".join(gone)
         Survivors.of(cache, tokens[:-1].tolist(), Letters(), row=row)
 
 

@@ -148,7 +148,7 @@ def test_what_no_block_map_can_be_drawn_of_is_named(run):
     cache, _ = run
     one, other = scattered_and_compacted()[0], scattered_and_compacted(size=8)[0]
     for match, arguments in [
-        ("none yet", (small_cache(),)),
+        ("nothing was cached yet", (small_cache(),)),
         ("layer of full attention", (cache, 7)),
         ("kv_head: within", (cache, 0, 2)),
         ("layer_idx, kv_head: a cache expected", (one, 1)),
@@ -320,7 +320,7 @@ def test_a_short_text_stands_at_its_columns(model):
 def test_what_no_survivors_can_be_drawn_of_is_named(run):
     cache, _ = run
     for match, arguments in [
-        ("none yet", {"cache": small_cache()}),
+        ("nothing was cached yet", {"cache": small_cache()}),
         ("layer of full attention", {"layers": [3]}),
         ("layers: at least one", {"layers": []}),
         (r"row: within \[0, 2\) expected, got 2", {"row": 2}),
@@ -454,7 +454,7 @@ def test_what_no_centroids_can_be_drawn_of_is_named(run, model):
         for each in (other, knorm):
             model(prompt(20), **{cache_name(model): each})
     for match, draw, arguments in [
-        ("none yet", plot.centroids, (small_cache(),)),
+        ("nothing was cached yet", plot.centroids, (small_cache(),)),
         ("layer of full attention", plot.centroids, (cache, 3)),
         (r"head: within \[0, 6\) expected, got 6", plot.centroids, (cache, 0, 6)),
         (r"band: within \[0, 4\) expected, got -1", plot.centroids, (cache, 0, 0, -1)),
@@ -462,7 +462,7 @@ def test_what_no_centroids_can_be_drawn_of_is_named(run, model):
         ("samples queries", plot.centroids, (other,)),
         ("no queries were seen", plot.centroids, (knorm,)),
         ("of one layer already", plot.centroids, (cache.statistics(0), 0)),
-        ("none yet", plot.resultant_lengths, (small_cache(),)),
+        ("nothing was cached yet", plot.resultant_lengths, (small_cache(),)),
         ("no queries were seen", plot.resultant_lengths, (knorm,)),
         (r"row: within \[0, 2\) expected, got 2", plot.resultant_lengths, (cache, 2)),
     ]:

@@ -190,10 +190,11 @@ def _statistics_of(source: Any, layer_idx: int | None) -> tuple[Statistics, str]
     if not isinstance(source, PagedCompactCache):
         raise TypeError(f"source: a cache or its statistics expected, got {_kind(source)}")
     layers = source.full_layers
+    if source.get_seq_length() == 0:
+        raise ValueError("source: a cache with tokens in it expected, nothing was cached yet")
     index = next(iter(layers), 0) if layer_idx is None else layer_idx
     if index not in layers:
-        known = layers or "none yet, nothing was cached"
-        raise ValueError(f"layer_idx: a layer of full attention ({known}), got {index}")
+        raise ValueError(f"layer_idx: a layer of full attention ({layers}), got {index}")
     return source.statistics(index), f"Layer {index}, "
 
 
