@@ -132,14 +132,17 @@ class Footprint:
         _check("rows", rows, 1)
         settings, ranker = _settings(options), resolve_scorer(scorer)
         prompt = min(prompt, tokens)
-        in_use = reserved = peak = 0
+        in_use = reserved = 0
+        growth: list[dict[int, int]] = []
         for window in dict.fromkeys(layer.window for layer in self.layers):
             alike = [layer for layer in self.layers if layer.window == window]
             block = settings.block_size * sum(map(self._kv_bytes, alike))
             budget = settings.budget if window is None else window - 1
-            used, blocks, most = _blocks(budget, settings, tokens, prompt, rows)
-            in_use, reserved = in_use + block * used, reserved + block * blocks
-            peak += block * most
+            used, blocks = _blocks(budget, settings, tokens, prompt, rows)
+            in_use, reserved = in_use + block * used, reserved + block * blocks[max(blocks)]
+            growth.append({seen: block * count for seen, count in blocks.items()})
+        times = sorted({seen for sizes in growth for seen in sizes})
+        peak = max(sum(_latest(sizes, seen) for sizes in growth) for seen in times)
         waiting = _waiting(settings, tokens, prompt)
         statistics = rows * self._statistics(ranker, waiting, tokens - waiting)
         return PagedBytes(in_use, reserved, peak, statistics)
@@ -232,14 +235,14 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 def _blocks(
     budget: int | None, settings: Settings, tokens: int, prompt: int, rows: int
-) -> tuple[int, int, int]:
-    """Blocks used, blocks there are, and the most there were: of the ledger that caches have, led
-    through the forwards that change something."""
+) -> tuple[int, dict[int, int]]:
+    """Blocks used, and blocks there were from so many seen tokens on: of the ledger that caches
+    have, led through the forwards that change something."""
     ledger = Ledger(budget, settings.interval, settings.block_size, settings.static)
     limit = None if budget is None else budget + settings.interval
     ledger.begin(rows, prompt)
-    peak = ledger.pool.num_blocks
-    left = tokens - prompt
+    blocks = {prompt: ledger.pool.num_blocks}
+    seen, left = prompt, tokens - prompt
     while left > 0:
         room = ledger.pool.num_blocks // rows * settings.block_size
         count = min(left, room + 1 - ledger.live)
@@ -248,9 +251,14 @@ def _blocks(
         elif limit is not None:
             count = min(count, limit - ledger.live)
         ledger.begin(rows, count)
-        peak = max(peak, ledger.pool.num_blocks)
-        left -= count
-    return ledger.pool.num_used_blocks, ledger.pool.num_blocks, peak
+        seen, left = seen + count, left - count
+        blocks[seen] = ledger.pool.num_blocks
+    return ledger.pool.num_used_blocks, blocks
+
+
+def _latest(sizes: dict[int, int], seen: int) -> int:
+    """The size at `seen` tokens, of sizes from so many tokens on."""
+    return sizes[max(first for first in sizes if first <= seen)]
 
 
 def _waiting(settings: Settings, tokens: int, prompt: int) -> int:

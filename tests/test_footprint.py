@@ -75,6 +75,14 @@ def test_it_does_under_every_setting(changes):
     assert_agrees(build("qwen3"), 10, **(OPTIONS | changes))
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_it_does_where_full_and_sliding_layers_peak_at_different_times(name):
+    """The full ones at a prompt over the budget, before they shrink; the sliding ones later, as
+    the window, 20 tokens, is longer."""
+    options = {"budget": 4, "interval": 4, "block_size": 2, "sinks": 0, "recent": 2}
+    assert_agrees(family(name), 9, **options)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_does_in_every_family_from_the_config_alone(name):
     model = family(name)
