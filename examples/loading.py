@@ -1,6 +1,7 @@
 """What the examples do first: load a model and its tokenizer, and turn a question into ids."""
 
 import sys
+from pathlib import Path
 
 import torch
 from small_models import fetch_smollm2
@@ -25,11 +26,17 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `source`, a folder or hub id, else SmolLM2, and its tokenizer.
 
-    Ends the program with one line where there is none to load.
+    Ends the program with one line where there is none to load, or no such device.
     """
     logging.disable_progress_bar()
     if device is None:
         device = str(torch.accelerator.current_accelerator() or "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        sys.exit(f"error: --device: can't use {device!r}: {str(error).splitlines()[0]}")
+    if source is not None and not Path(source).is_dir() and source.strip("/").count("/") != 1:
+        sys.exit(f"error: --model: no folder {source}, and a hub id has the form owner/name")
     try:
         source = source or str(fetch_smollm2())
         tokenizer = AutoTokenizer.from_pretrained(source)

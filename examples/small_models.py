@@ -122,6 +122,8 @@ def _convert(model: SmallModel, weights: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(print(__doc__))
     try:
         names = sys.argv[1:] or ["smollm2"]
         print(*(fetch(MODELS[name]) for name in names), sep="\n")

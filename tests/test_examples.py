@@ -104,6 +104,18 @@ def test_a_chat_says_what_its_cache_holds(folder, capsys):
     assert max(used) <= max(reserved) and freed[-1] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "nowhere"], "--device: can't use 'nowhere'"),
+        (["--model", "no-such-folder"], "--model: no folder no-such-folder"),
+    ],
+)
+def test_what_can_not_be_loaded_is_one_line(folder, options, said):
+    with pytest.raises(SystemExit, match=said):
+        long_trace.main(["--model", str(folder / "chat"), *options])
+
+
 def test_a_chat_needs_a_chat_template(folder, capsys):
     assert chat.main(["--model", str(folder / "base"), "--device", "cpu", "--say", "hello"]) == 2
     assert "a chat template expected" in capsys.readouterr().err
