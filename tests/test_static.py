@@ -239,7 +239,7 @@ def test_what_is_not_steady_can_not_be_captured():
         decoder.eager(prompt(1))
 
 
-def test_a_compiled_model_is_not_compiled_again_while_it_decodes(monkeypatch):
+def test_a_compiled_model_is_not_compiled_again_while_it_decodes():
     """Its graph breaks at the hooks; between them every shape is what it was."""
     torch._dynamo.reset()
     model, cache = filled("llama", 2, 13)
@@ -247,8 +247,8 @@ def test_a_compiled_model_is_not_compiled_again_while_it_decodes(monkeypatch):
     model.forward = torch.compile(model.forward, backend="eager")
     for _ in range(6):
         decoder.eager(prompt(1, 2))
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     compactions = cache.ledger.compactions
-    for _ in range(60):
-        decoder.eager(prompt(1, 2))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(60):
+            decoder.eager(prompt(1, 2))
     assert cache.ledger.compactions >= compactions + 2

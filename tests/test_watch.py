@@ -395,7 +395,7 @@ def test_auto_takes_the_display_that_is_there(monkeypatch):
 
 @pytest.mark.parametrize(
     ("display", "module", "extra"),
-    [("notebook", "IPython.display", "notebook"), ("terminal", "rich.console", "cli")],
+    [("notebook", "IPython.display", "notebooks"), ("terminal", "rich.console", "cli")],
 )
 def test_what_is_not_installed_is_named(monkeypatch, display, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
