@@ -182,8 +182,8 @@ def test_a_text_file_is_one_text(folder):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"text-field": "content"}, "text_field: one of ['body'] expected"),
-        ({"max-tokens": "0"}, "max_tokens: a positive number expected"),
+        ({"text-field": "content"}, "--text-field: one of ['body'] expected"),
+        ({"max-tokens": "0"}, "--max-tokens: a positive number expected"),
         ({"dtype": "int8"}, "dtype: auto, float32, bfloat16 or float16 expected, got 'int8'"),
         ({"dataset": __file__}, "dataset: a file of .json, .jsonl, .parquet, .txt expected"),
     ],

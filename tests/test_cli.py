@@ -392,15 +392,22 @@ def test_what_is_wrong_is_one_line_that_names_the_option(kvpage, command, argume
 
 
 MODEL = ["--model", "my-model"]
+TEXT = ["--dataset", "text.txt", "--out", "never.safetensors"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["info", "--tokens", "9"], "--tokens: needs --model"),
-        (["info", *MODEL, "--budget", "few"], "--budget: integers"),
-        (["info", *MODEL, "--scorer", "best"], "scorer: one of 'sampled'"),
-        (["bench", *MODEL, "--budgets", "9"], "budget: at least sinks + recent"),
+        (["info", *MODEL, "--budget", "few"], "--budget: a number or none expected, got 'few'"),
+        (["info", *MODEL, "--scorer", "best"], "--scorer: one of 'sampled'"),
+        (["bench", *MODEL, "--budgets", "9"], "--budgets: at least sinks + recent"),
+        (["bench", *MODEL, "--budgets", "512,x"], "--budgets: a number or none expected, got 'x'"),
+        (["bench", *MODEL, "--points", "5,x"], "--points: integers with commas expected"),
+        (["generate", *MODEL, "x", "--budget", "512,99"], "--budget: a number or none expected"),
+        (["generate", *MODEL, "x", "--budget", "9"], "--budget: at least sinks + recent"),
+        (["generate", *MODEL, "x", "--scorer", "best"], "--scorer: one of 'sampled'"),
+        (["calibrate", *MODEL, *TEXT, "--seq-len", "0"], "--seq-len: a positive number"),
         (["bench", *MODEL, "--points", "0,5"], "--points: positive"),
         (["generate", *MODEL], "PROMPT: a text, - for stdin, or --chat"),
         (["generate", *MODEL, "hello", "--chat"], "PROMPT: a text, - for stdin, or --chat"),

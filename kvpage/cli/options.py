@@ -59,6 +59,21 @@ Json = Annotated[
 ]
 
 
+ARGUMENTS = (
+    *("budget", "scorer", "interval", "block_size", "sinks", "recent", "steps", "step", "lengths"),
+    *("data", "max_tokens", "seq_len", "batch_size", "text_field", "checkpoint"),
+    *("prompt", "seeds", "ks", "template"),
+)
+"""Names that errors of the library begin with, and of which options have the same, or as OPTIONS
+says."""
+
+OPTIONS = {
+    "bench": {"budget": "budgets", "lengths": "points"},
+    "calibrate": {"data": "dataset"},
+    "eval": {"budget": "budgets", "ks": "pass-at", "scorer": "scorers"},
+}
+
+
 class Refused(ValueError):
     """A model that kvpage does not support, and why."""
 
@@ -104,7 +119,7 @@ def errors(command: str, interrupted: str = "interrupted") -> Iterator[None]:
         hint = f"{error}: pip install 'kvpage[{extra}]'"
         raise SystemExit(say(command, hint, BAD_INPUT)) from error
     except (ValueError, TypeError, OSError) as error:
-        raise SystemExit(say(command, first_line(error), BAD_INPUT)) from error
+        raise SystemExit(say(command, _with_option(command, error), BAD_INPUT)) from error
     except KeyboardInterrupt:
         raise SystemExit(say(command, interrupted, INTERRUPTED)) from None
     except (MemoryError, RuntimeError) as error:
@@ -124,6 +139,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _with_option(command: str, error: BaseException) -> str:
+    """The first line of an error, which names an option where it named an argument."""
+    text = first_line(error)
+    name, colon, rest = text.partition(":")
+    if name not in ARGUMENTS or not colon:
+        return text
+    option = OPTIONS.get(command, {}).get(name, name)
+    return f"--{option.replace('_', '-')}:{rest}"
+
+
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
     """Have errors of input that other libraries raise name the option at fault."""
@@ -139,20 +164,20 @@ def naming(option: str, value: object) -> Iterator[None]:
 
 def integers(option: str, text: str) -> list[int]:
     """Of `1,2,3`."""
-    return [integer(option, part) for part in text.split(",")]
-
-
-def integer(option: str, text: str) -> int:
-    """A number, or an error that names the option."""
     try:
-        return int(text)
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option}: integers with commas expected, got {text!r}") from None
 
 
 def budget_of(text: str, option: str = "--budget") -> int | None:
     """A number of tokens; `none` or `full` is the full cache."""
-    return None if text.strip().lower() in ("none", "full") else integer(option, text)
+    if text.strip().lower() in ("none", "full"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option}: a number or none expected, got {text!r}") from None
 
 
 def check_device(device: str | None, auto: bool = False) -> None:
