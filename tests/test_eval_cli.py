@@ -112,12 +112,15 @@ def test_two_processes_find_what_one_finds(folder):
     ("arguments", "message"),
     [
         (["fidelity", "--data", "no.txt"], "no.txt"),
-        (["fidelity", "--data", "text.txt", "--budgets", "10"], "budget: at least sinks + recent"),
-        (["fidelity", "--data", "text.txt", "--budgets", "many"], "--budgets: integers"),
-        (["fidelity", "--data", "text.txt", "--scorers", "best"], "scorer: one of 'sampled'"),
+        (
+            ["fidelity", "--data", "text.txt", "--budgets", "10"],
+            "--budgets: at least sinks + recent",
+        ),
+        (["fidelity", "--data", "text.txt", "--budgets", "many"], "--budgets: a number or none"),
+        (["fidelity", "--data", "text.txt", "--scorers", "best"], "--scorers: one of 'sampled'"),
         (["memory", "--tasks", "recall,juggling"], "--tasks: some of recall"),
         (["tasks", "--data", "text.txt"], "text.txt, line 1: JSON expected"),
-        (["tasks", "--data", "questions.jsonl", "--seeds", "0,1"], "seeds: one expected"),
+        (["tasks", "--data", "questions.jsonl", "--seeds", "0,1"], "--seeds: one expected"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(folder, monkeypatch, arguments, message):
