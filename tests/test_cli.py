@@ -1,5 +1,6 @@
 """The command line, as one types it: what each option does, what it prints, how it ends."""
 
+import io
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from kvpage import PagedCompactCache
 from kvpage.cli import application, machine, streams
+from kvpage.cli.generate import _show
 from kvpage.evaluation.memory import FILLER
 from kvpage.footprint import Footprint
 
@@ -314,6 +316,7 @@ def test_chat_obeys_report_reset_and_quit(kvpage):
     one, two = done.stdout.splitlines()
     assert one == two and one
     assert "/dance: /report, /reset or /quit expected" in done.stderr
+    assert "/reset: the cache is empty, the conversation starts anew" in done.stderr
     assert done.stderr.count("compactions") == 2
     assert kvpage("generate", "-m", "chatty", "--chat", "--json", input="")["turns"] == []
 
@@ -346,6 +349,70 @@ def test_ctrl_c_ends_with_what_was_written_and_the_report(kvpage, monkeypatch):
     interrupting(monkeypatch, at=6, signals=2)
     assert kvpage(*command, code=130).stdout == ""
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_stops_an_answer_of_a_chat_that_is_typed_and_the_chat_goes_on(kvpage, monkeypatch):
+    monkeypatch.setattr(streams, "typed", lambda: True)
+    interrupting(monkeypatch, at=4)
+    command = ["generate", "-m", "chatty", "--chat", "--budget", "none", "--max-new-tokens", 9]
+    lines = "the green apple\nthe code of the river\n"
+    done = kvpage(*command, "--json", input=lines)
+    assert [turn["interrupted"] for turn in done["turns"]] == [True, False]
+    first, second = done["turns"]
+    assert first["tokens"] in (3, 4) and second["tokens"] == 9 and not done["interrupted"]
+    whole = rendered("the green apple", first["text"], "the code of the river")
+    assert second["text"] == generated("chatty", whole, 9, budget=None)[0]
+    interrupting(monkeypatch, at=4)
+    assert "answer stopped; Ctrl-C or Ctrl-D" in kvpage(*command, input=lines).stderr
+
+
+def test_ctrl_c_ends_a_chat_at_the_prompt_and_from_a_pipe(kvpage, monkeypatch):
+    command = ["generate", "-m", "chatty", "--chat", "--max-new-tokens", 9]
+    lines = "the green apple\nthe code of the river\n"
+    interrupting(monkeypatch, at=4)
+    found = json.loads(kvpage(*command, "--json", input=lines, code=130).stdout)
+    assert found["interrupted"] and len(found["turns"]) == 1
+
+    def at_the_prompt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpage.cli.generate._read", at_the_prompt)
+    done = kvpage(*command, code=130)
+    assert "seen tokens" in done.stderr and done.stderr.endswith("kvpage generate: interrupted\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_there_is_no_live_view_beside_text_that_goes_to_a_process(folder, tmp_path, monkeypatch):
+    cache, tokenizer = PagedCompactCache(), AutoTokenizer.from_pretrained(folder / "my-model")
+
+    def display(to_pipe):
+        with streams.streams(cache, tokenizer, False, to_pipe) as several:
+            return several._streamers[0].display
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe, open(reading), (tmp_path / "text").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert (display(to_pipe=True), display(to_pipe=False)) == ("none", "terminal")
+        monkeypatch.setattr(sys, "stdout", file)
+        assert display(to_pipe=True) == "terminal"
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        assert display(to_pipe=True) == "none"
+
+
+def test_the_report_is_wrapped_between_words_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    report = PagedCompactCache().report()
+    _show(report)
+    lines = sys.stderr.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    words = [word for name, value in report.rows() for word in (*name.split(), *value.split())]
+    assert sorted(" ".join(lines).split()) == sorted(words)
 
 
 def test_on_a_terminal_a_live_view_shows_blocks_and_text(kvpage, monkeypatch):

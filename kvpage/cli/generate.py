@@ -79,8 +79,8 @@ def generate_command(
       kvpage generate --model my-model --chat --system "Answer briefly."
       cat text.txt | kvpage generate --model my-model - --raw --max-new-tokens 64 --json
 
-    Ctrl-C ends with what was written and the report. Exit codes: 0 done, 1 out of memory, 2 bad
-    input, 130 interrupted.
+    Ctrl-C ends with what was written and the report; during an answer of a chat that is typed it
+    stops that answer only. Exit codes: 0 done, 1 out of memory, 2 bad input, 130 interrupted.
     """
     with errors("generate"):
         from transformers import set_seed
@@ -113,10 +113,11 @@ def generate_command(
         if text is not None:
             ids = tokenizer(text).input_ids if conversation is None else conversation.ask(text)
             answers = [writer.write(ids)]
+            interrupted = answers[0].interrupted
         else:
             assert conversation is not None
-            answers = _chat(writer, conversation)
-        _end(writer, answers, chat, as_json)
+            answers, interrupted = _chat(writer, conversation)
+        _end(writer.cache.report(), answers, interrupted, chat, as_json)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Answer:
     """Those that the cache had seen from the turns before are not among them."""
     ids: list[int]
     seconds: float
+    interrupted: bool
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -138,6 +140,7 @@ class Answer:
             "tokens": len(self.ids),
             "seconds": self.seconds,
             "tokens_per_second": len(self.ids) / self.seconds if self.seconds else None,
+            "interrupted": self.interrupted,
         }
 
 
@@ -162,7 +165,6 @@ class _Writer:
         self.options = {"max_new_tokens": max_new_tokens, **sampling}
         self.to_screen = on_screen() and not as_json
         self.to_pipe = not self.to_screen and not as_json
-        self.interrupted = False
 
     def write(self, ids: list[int], prompt: str = "") -> Answer:
         """Go on from `ids`, of which the cache may have seen the first ones."""
@@ -194,51 +196,76 @@ class _Writer:
         new = out[0, len(ids) :].tolist()
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         seconds = perf_counter() - start
-        self.interrupted = stop.interrupted
-        return Answer(prompt, text, len(ids) - seen, new, seconds)
+        return Answer(prompt, text, len(ids) - seen, new, seconds, stop.interrupted)
 
 
-def _chat(writer: _Writer, conversation: Any) -> list[Answer]:
-    """Take turns until /quit, the end of the input or Ctrl-C."""
+def _chat(writer: _Writer, conversation: Any) -> tuple[list[Answer], bool]:
+    """Take turns until /quit, the end of the input or Ctrl-C; returns whether it was Ctrl-C.
+
+    Where turns are typed, Ctrl-C during an answer stops that answer, and the chat goes on.
+    """
+    from kvpage.cli.streams import typed
+
     answers: list[Answer] = []
-    while (line := _read(writer)) is not None and line != "/quit":
-        if line == "/report":
-            typer.echo(str(writer.cache.report()), err=True)
-        elif line == "/reset":
-            writer.cache.reset()
-            conversation.ids = []
-        elif line.startswith("/"):
-            typer.echo(f"{line}: /report, /reset or /quit expected", err=True)
-        elif line:
-            answers.append(writer.write(conversation.ask(line), line))
-            conversation.answered(answers[-1].ids)
-            if writer.interrupted:
-                break
-    return answers
-
-
-def _read(writer: _Writer) -> str | None:
-    """The next line; `None` at the end of the input, or after Ctrl-C."""
     try:
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            return input("> ").strip()
-        line = sys.stdin.readline()
-        return line.strip() if line else None
-    except EOFError:
-        return None
+        while (line := _read()) is not None and line != "/quit":
+            if line == "/report":
+                _show(writer.cache.report())
+            elif line == "/reset":
+                writer.cache.reset()
+                conversation.ids = []
+                typer.echo("/reset: the cache is empty, the conversation starts anew", err=True)
+            elif line.startswith("/"):
+                typer.echo(f"{line}: /report, /reset or /quit expected", err=True)
+            elif line:
+                answers.append(writer.write(conversation.ask(line), line))
+                conversation.answered(answers[-1].ids)
+                if answers[-1].interrupted:
+                    if not typed():
+                        return answers, True
+                    typer.echo("answer stopped; Ctrl-C or Ctrl-D here ends the chat", err=True)
     except KeyboardInterrupt:
-        writer.interrupted = True
-        return None
+        return answers, True
+    return answers, False
 
 
-def _end(writer: _Writer, answers: list[Answer], chat: bool, as_json: bool) -> None:
+def _read() -> str | None:
+    """The next line; `None` at the end of the input."""
+    from kvpage.cli.streams import on_screen, typed
+
+    if typed() and on_screen():
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _end(report: Any, answers: list[Answer], interrupted: bool, chat: bool, as_json: bool) -> None:
     """Print what is due at the end, and exit with 130 after Ctrl-C."""
-    report = writer.cache.report()
     if as_json:
-        about = {"report": report.to_dict(), "interrupted": writer.interrupted}
+        about = {"report": report.to_dict(), "interrupted": interrupted}
         turns = [{"prompt": answer.prompt, **answer.to_dict()} for answer in answers]
         typer.echo(json.dumps({"turns": turns, **about} if chat else answers[0].to_dict() | about))
     else:
-        typer.echo(f"\n{report}", err=True)
-    if writer.interrupted:
+        typer.echo(err=True)
+        _show(report)
+    if interrupted:
         raise SystemExit(say("generate", "interrupted", INTERRUPTED))
+
+
+def _show(report: Any) -> None:
+    """Print a report to stderr; values that are too long for a terminal go on below themselves."""
+    if not sys.stderr.isatty():
+        typer.echo(str(report), err=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in report.rows():
+        table.add_row(name, value)
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(table)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,19 +24,33 @@ def on_screen() -> bool:
     return sys.stdout.isatty()
 
 
+def typed() -> bool:
+    """Whether stdin is a terminal."""
+    return sys.stdin.isatty()
+
+
 @contextmanager
 def streams(cache: Any, tokenizer: Any, to_screen: bool, to_pipe: bool) -> Iterator[BaseStreamer]:
-    """The streamer of one `generate`: a live view with the text on the screen; else the view
-    without it on stderr, where that is a terminal, and the text on stdout if `to_pipe`."""
+    """The streamer of one `generate`: a live view with the text on the screen; else the text on
+    stdout if `to_pipe`, and the view without it on stderr where that is a terminal. There is no
+    view beside text that goes to a process, which may write it to the same screen."""
     if to_screen:
         with Watch(cache, tokenizer, display="terminal", console=Console()) as watch:
             yield watch
         return
-    display = "terminal" if sys.stderr.isatty() else "none"
-    console = Console(stderr=True) if sys.stderr.isatty() else None
-    with Watch(cache, display=display, console=console) as watch:
+    shown = sys.stderr.isatty() and (not to_pipe or _to_file())
+    console = Console(stderr=True) if shown else None
+    with Watch(cache, display="terminal" if shown else "none", console=console) as watch:
         text = [TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)]
         yield _Several([watch, *(text if to_pipe else [])])
+
+
+def _to_file() -> bool:
+    """Whether stdout goes to a file."""
+    try:
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    except OSError:  # it has no descriptor
+        return False
 
 
 class _Several(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
