@@ -16,7 +16,7 @@ import transformers
 from checkpoints import save_checkpoint, save_questions
 from families import family, refused_model
 from tiny import cache_name
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from kvpage import PagedCompactCache
@@ -123,6 +123,26 @@ def test_info_says_whether_it_fits_and_how_much_would(kvpage, monkeypatch):
     assert half["model"]["bytes_per_token"] == footprint.bytes_per_token // 2
     free = 100
     assert "no room for the weights" in kvpage("info", *options).stdout
+
+
+def test_infos_figures_come_of_one_look_at_the_memory(kvpage, monkeypatch):
+    free = iter(range(2**40, 0, -(2**20)))
+    monkeypatch.setattr(machine, "memory_of", lambda device: (next(free), 2**40))
+    found = kvpage("info", "--model", "my-model", "--device", "cpu", "--json")
+    beside = found["memory"]["bytes_free_beside_weights"]
+    assert found["devices"][0]["bytes_free"] == beside + found["model"]["bytes_weights"]
+
+
+def test_a_text_longer_than_the_model_is_made_for_is_noted(kvpage):
+    made_for = AutoConfig.from_pretrained("my-model").max_position_embeddings
+    info = ["info", "--model", "my-model", "--tokens"]
+    found = kvpage(*info, made_for, "--json")
+    assert found["model"]["max_position_embeddings"] == made_for
+    assert found["trace"]["note"] is None
+    note = f"{made_for + 1:,} tokens are more than the model's max_position_embeddings"
+    assert kvpage(*info, made_for + 1, "--json")["trace"]["note"].startswith(note)
+    shown = kvpage(*info, made_for + 1).stdout
+    assert note in shown and "of statistics at the end" in shown
 
 
 def test_info_tells_layers_by_kind(kvpage):
@@ -466,6 +486,8 @@ TEXT = ["--dataset", "text.txt", "--out", "never.safetensors"]
     ("arguments", "message"),
     [
         (["info", "--tokens", "9"], "--tokens: needs --model"),
+        (["info", *MODEL, "--tokens", "9", "--prompt", "10"], "--prompt: at most --tokens, 9, "),
+        (["info", *MODEL, "--device", "meta"], "--device: one of cpu"),
         (["info", *MODEL, "--budget", "few"], "--budget: a number or none expected, got 'few'"),
         (["info", *MODEL, "--scorer", "best"], "--scorer: one of 'sampled'"),
         (["bench", *MODEL, "--budgets", "9"], "--budgets: at least sinks + recent"),

@@ -19,10 +19,13 @@ from kvpage.cli.options import (
     Refused,
     Scorer,
     Sinks,
+    beyond,
     budget_of,
     check_device,
+    config_of,
     errors,
     footprint_of,
+    positions_of,
     say,
     waiting,
 )
@@ -72,9 +75,12 @@ def info_command(
     with errors("info"):
         if tokens is not None and model is None:
             raise ValueError("--tokens: needs --model")
+        if tokens is not None and prompt > tokens:
+            raise ValueError(f"--prompt: at most --tokens, {tokens}, expected, got {prompt}")
         check_device(device)
         with waiting("looking around"):
             from kvpage.cli.machine import attention, devices, versions
+            from kvpage.evaluation.runner import default_device
 
             found: dict[str, Any] = {"versions": versions(), "devices": devices()}
             found["attention"] = attention()
@@ -82,19 +88,24 @@ def info_command(
         if model is not None:
             try:
                 with waiting(f"reading the config of {model}"):
-                    footprint = footprint_of(model, dtype)
+                    config = config_of(model, dtype)
+                    footprint = footprint_of(model, config, dtype)
             except Refused as error:
                 refused = str(error)
                 found["model"] = {"path": model, "supported": False, "reason": refused}
             else:
+                positions = positions_of(config)
                 found["model"] = {"path": model, **_about(footprint)}
+                found["model"]["max_position_embeddings"] = positions
                 options: dict[str, Any] = {"budget": budget_of(budget), "interval": interval}
                 options |= {"block_size": block_size, "sinks": sinks, "recent": recent}
                 options["scorer"] = scorer
-                cost = _Cost(footprint, device, prompt, batch_size, options)
+                place = device or default_device()
+                free = _free_on(place, found["devices"])
+                cost = _Cost(footprint, place, free, prompt, batch_size, options)
                 found["memory"] = cost.fits()
                 if tokens is not None:
-                    found["trace"] = cost.of(tokens)
+                    found["trace"] = {**cost.of(tokens), "note": beyond(tokens, positions)}
         if as_json:
             typer.echo(json.dumps(found))
         else:
@@ -118,20 +129,28 @@ def _about(footprint: Footprint) -> dict[str, Any]:
     }
 
 
+def _free_on(device: str, devices: list[dict[str, Any]]) -> int:
+    """Bytes free on one of the devices that are shown; `ValueError` naming --device for others."""
+    import torch
+
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    name = str(place) if place.type == "cuda" else place.type
+    free = {row["device"]: int(row["bytes_free"]) for row in devices}
+    if name not in free:
+        raise ValueError(f"--device: one of {', '.join(free)} expected, got {device!r}")
+    return free[name]
+
+
 class _Cost:
-    """What traces of a model cost on a device."""
+    """What traces of a model cost on a device of which `free` bytes are free."""
 
     def __init__(
-        self, footprint: Footprint, device: str | None, prompt: int, rows: int, options: Any
+        self, footprint: Footprint, device: str, free: int, prompt: int, rows: int, options: Any
     ) -> None:
-        import torch
-
-        from kvpage.cli.machine import memory_of
-        from kvpage.evaluation.runner import default_device
-
         self.footprint, self.rows, self.options = footprint, rows, {**options, "prompt": prompt}
-        self.device = device or default_device()
-        self.free = memory_of(torch.device(self.device))[0] - footprint.weights_bytes
+        self.device, self.free = device, free - footprint.weights_bytes
 
     def fits(self) -> dict[str, Any]:
         """The longest traces, in tokens per row."""
@@ -151,7 +170,7 @@ class _Cost:
         dynamic = self.footprint.dynamic_bytes(tokens, self.rows)
         return {
             "tokens": tokens,
-            "prompt": min(self.options["prompt"], tokens),
+            "prompt": self.options["prompt"],
             "dynamic": {"bytes": dynamic, "fits": dynamic <= self.free},
             "paged": {
                 "bytes_in_use": paged.in_use,
@@ -233,8 +252,10 @@ def _trace_lines(trace: dict[str, Any], memory: dict[str, Any]) -> Iterator[tupl
     yield "DynamicCache", f"{_size(dynamic['bytes'])}: {_fits(dynamic)}"
     text = f"{_size(paged['bytes_reserved'])} and {_size(paged['bytes_statistics'])} of statistics"
     peak = paged["bytes_peak"]
-    text += f", {_size(peak)} at the peak" if peak > paged["bytes_reserved"] else ""
-    yield _budget(memory), f"{text}: {_fits(paged)}"
+    most = f", {_size(peak)} at the peak" if peak > paged["bytes_reserved"] else ""
+    yield _budget(memory), f"{text} at the end{most}: {_fits(paged)}"
+    if trace["note"] is not None:
+        yield "note", trace["note"]
 
 
 def _budget(memory: dict[str, Any]) -> str:

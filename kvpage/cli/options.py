@@ -193,18 +193,28 @@ def check_device(device: str | None, auto: bool = False) -> None:
         raise ValueError(f"--device: can't use {device!r}: {first_line(error)}") from error
 
 
+def positions_of(config: Any) -> int | None:
+    """The longest text that a model is made for, as its config says; `None` if it does not."""
+    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def beyond(tokens: int, positions: int | None) -> str | None:
+    """What to say of a text that is longer than the model is made for."""
+    if positions is None or tokens <= positions:
+        return None
+    return f"{tokens:,} tokens are more than the model's max_position_embeddings, {positions:,}"
+
+
 def check_place(option: str, name: str) -> None:
     """Raise `ValueError` for what is neither there nor looks like the id of a hub repository."""
     if not Path(name).exists() and (Path(name).is_absolute() or name.count("/") != 1):
         raise ValueError(f"{option}: no folder {name}, and a hub id has the form owner/name")
 
 
-def footprint_of(model: str, dtype: str) -> Footprint:
-    """The shapes of a model, of its config alone; `ValueError` names --model or --dtype where
-    there is none, or kvpage does not support it."""
+def config_of(model: str, dtype: str) -> Any:
+    """The config of a model; `ValueError` names --model or --dtype where there is none."""
     from transformers import AutoConfig
-
-    from kvpage.footprint import Footprint, without_weights
 
     if dtype not in DTYPES:
         raise ValueError(
@@ -215,11 +225,17 @@ def footprint_of(model: str, dtype: str) -> Footprint:
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"--model: a folder with a config.json in it expected, got {model}")
     try:
-        config = AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = first_line(error)
         where = model if path.exists() else f"no folder {model}, and not to be had from the hub"
         raise ValueError(f"--model: {where}: {reason}") from error
+
+
+def footprint_of(model: str, config: Any, dtype: str) -> Footprint:
+    """The shapes of a model, of its config alone; `Refused` if kvpage does not support it."""
+    from kvpage.footprint import Footprint, without_weights
+
     try:
         return Footprint.of(without_weights(config, dtype))
     except (ValueError, TypeError) as error:
@@ -236,7 +252,7 @@ def subject_of(
     for option, name in (("--adapter", adapter), ("--tokenizer", tokenizer)):
         if name is not None:
             check_place(option, name)
-    footprint_of(model, dtype)
+    footprint_of(model, config_of(model, dtype), dtype)
     found = Subject(model, adapter, tokenizer, dtype, device)
     if adapter is not None:
         from peft import PeftConfig
