@@ -186,6 +186,22 @@ def test_bench_times_every_cache_at_every_length(kvpage, folder):
     assert json.loads((folder / "kvpage-bench" / "bench.json").read_text())["rows"] == rows
 
 
+def test_bench_makes_its_folder_before_it_times_anything(kvpage, tmp_path, monkeypatch):
+    out = tmp_path / "a" / "b"
+
+    def interrupted(*arguments):
+        assert out.is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpage.evaluation.speed.measured", interrupted)
+    made_for = AutoConfig.from_pretrained("my-model").max_position_embeddings
+    command = ["bench", "--model", "my-model", "--budgets", "none", "--out", out, "--steps", 4]
+    longest = kvpage(*command, "--points", made_for, code=130)
+    longer = kvpage(*command, "--points", f"9,{made_for + 1}", code=130)
+    note = f"{made_for + 1:,} tokens are more than the model's max_position_embeddings"
+    assert note in longer.stderr and "max_position_embeddings" not in longest.stderr
+
+
 @pytest.mark.parametrize("model", ["my-model", "slides"])
 def test_bench_takes_points_rows_and_an_attention_and_shows_a_table(kvpage, tmp_path, model):
     done = kvpage(
@@ -503,7 +519,13 @@ TEXT = ["--dataset", "text.txt", "--out", "never.safetensors"]
         (["generate", *MODEL, ""], "PROMPT: a text expected, got none"),
         (["generate", *MODEL, "--chat"], "--chat, --system: a tokenizer with a chat template"),
         (["generate", *MODEL, "--raw", "--chat"], "--raw: goes without"),
-        (["generate", *MODEL, "hello", "--stats", "no.safetensors"], "--stats: no.safetensors: "),
+        (["generate", *MODEL, "hello", "--stats", "no.safetensors"], "--stats: no file no.safet"),
+        (["generate", "--model", "slides", "hello"], "--model: no tokenizer in slides"),
+        (["calibrate", "--model", "slides", *TEXT], "--model: no tokenizer in slides"),
+        (["eval", "memory", *MODEL, "--tokenizer", "slides"], "--tokenizer: no tokenizer in slide"),
+        (["bench", *MODEL, "--out", "text.txt"], "--out: text.txt: File exists"),
+        (["bench", *MODEL, "--out", "text.txt/x"], "--out: text.txt/x: Not a directory"),
+        (["calibrate", *MODEL, *TEXT[:3], "text.txt/x"], "--out: text.txt: File exists"),
         (["generate", *MODEL, "hello", "--adapter", "no-lora"], "--adapter: no folder no-lora"),
         (["generate", *MODEL, "hello", "--adapter", "slides"], "--adapter: slides: "),
         (["generate", *MODEL, "hello", "--attention", "best"], "--attention: best: "),
@@ -520,6 +542,18 @@ def test_so_is_what_is_wrong_with_any_other(kvpage, arguments, message):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvpage ")]
     assert line.startswith(f"kvpage {arguments[0]}: {message}")
     assert "Traceback" not in done.output
+
+
+def test_the_statistics_file_is_named_once(kvpage):
+    done = kvpage("generate", *MODEL, "hello", "--stats", "no.safetensors", code=2)
+    assert done.stderr.splitlines()[-1].endswith("--stats: no file no.safetensors")
+
+
+def test_calibrate_looks_for_the_file_before_it_asks_for_datasets(kvpage, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    command = ["calibrate", *MODEL, "--out", "never.safetensors", "--dataset"]
+    assert "--dataset: no such file: no.txt" in kvpage(*command, "no.txt", code=2).stderr
+    assert "needs `datasets`" in kvpage(*command, "text.txt", code=2).stderr
 
 
 def test_too_little_memory_is_one_line_and_exit_code_1(kvpage, monkeypatch):

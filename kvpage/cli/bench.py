@@ -19,10 +19,15 @@ from kvpage.cli.options import (
     Recent,
     Scorer,
     Sinks,
+    beyond,
     budget_of,
     errors,
     integers,
     load,
+    make_folder,
+    naming,
+    positions_of,
+    say,
     subject_of,
 )
 
@@ -88,7 +93,12 @@ def bench_command(
             label = "budget=none" if budget is None else f"budget={budget}"
             contenders.append(Contender(budget, scorer, options, label))
             contenders[-1].check()
-        loaded = load(subject_of(model, adapter, None, dtype, device), attention)
+        subject = subject_of(model, adapter, None, dtype, device, reads_text=False)
+        make_folder("--out", out)
+        loaded = load(subject, attention)
+        note = beyond(max(lengths), positions_of(loaded.config))
+        if note is not None:
+            say("bench", note)
         rows: list[Row] = []
         with tqdm(total=len(lengths) * (len(contenders) + 1) * (steps + 1), unit="step") as bar:
             found = speed(
@@ -97,7 +107,8 @@ def bench_command(
             for length, some in zip(lengths, found, strict=True):
                 bar.set_description(f"{length:,} tokens done")
                 rows += some
-                save(rows, [], out, "bench")
+                with naming("--out", out):
+                    save(rows, [], out, "bench")
         if as_json:
             typer.echo(json.dumps({"rows": rows}))
         else:

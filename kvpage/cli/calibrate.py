@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpage.cli.options import Dtype, Json, Model, errors, load, naming, subject_of
+from kvpage.cli.options import (
+    Dtype,
+    Json,
+    Model,
+    errors,
+    load,
+    make_folder,
+    naming,
+    subject_of,
+)
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
@@ -49,6 +58,7 @@ def calibrate_command(
     state, rank, processes = None, 0, 1
     with errors("calibrate", f"interrupted; the same command goes on from {checkpoint}"):
         subject = subject_of(model, None, None, dtype, device)
+        make_folder("--out", out.parent)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 
@@ -98,18 +108,18 @@ def _remove(checkpoint: Path) -> None:
 
 def _samples(name: str, config: str | None, split: str) -> Any:
     """The samples of a file, or of a data set of the hub, as they come."""
+    path = Path(name)
+    if not path.is_file() and path.suffix in BUILDERS:
+        raise ValueError(f"--dataset: no such file: {name}")
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise ValueError(f"--dataset: a file of {', '.join(BUILDERS)} expected, got {name}")
     try:
         from datasets import load_dataset
     except ModuleNotFoundError:
         raise ValueError("--dataset: needs `datasets`: pip install 'kvpage[cli]'") from None
 
-    path = Path(name)
     if not path.is_file():
-        if path.suffix in BUILDERS:
-            raise ValueError(f"--dataset: no such file: {name}")
         return load_dataset(name, config, split=split, streaming=True)
-    if path.suffix not in BUILDERS:
-        raise ValueError(f"--dataset: a file of {', '.join(BUILDERS)} expected, got {name}")
     builder = BUILDERS[path.suffix]
     options = {"sample_by": "document"} if builder == "text" else {}
     return load_dataset(builder, data_files=str(path), split="train", streaming=True, **options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -159,7 +161,18 @@ def naming(option: str, value: object) -> Iterator[None]:
         text = reason or first_line(error)
         if text.startswith((f"{option}:", f"{option.strip('-')}:")):
             raise
-        raise ValueError(f"{option}: {value}: {text}") from error
+        text = text.removeprefix("statistics: ")
+        named = text if text.endswith(f" {value}") else f"{value}: {text}"
+        raise ValueError(f"{option}: {named}") from error
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder to write to, if there is none; `ValueError` naming the option if it can't be
+    written to."""
+    with naming(option, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def integers(option: str, text: str) -> list[int]:
@@ -243,9 +256,15 @@ def footprint_of(model: str, config: Any, dtype: str) -> Footprint:
 
 
 def subject_of(
-    model: str, adapter: str | None, tokenizer: str | None, dtype: str, device: str | None
+    model: str,
+    adapter: str | None,
+    tokenizer: str | None,
+    dtype: str,
+    device: str | None,
+    reads_text: bool = True,
 ) -> Subject:
-    """A model to be loaded, once it is clear that there is one and kvpage supports it."""
+    """A model to be loaded, once it is clear that there is one, that kvpage supports it and, where
+    it `reads_text`, that it has a tokenizer."""
     from kvpage.evaluation.runner import Subject
 
     check_device(device, auto=True)
@@ -259,9 +278,21 @@ def subject_of(
 
         with naming("--adapter", adapter):
             PeftConfig.from_pretrained(adapter)
-    with naming("--tokenizer" if tokenizer else "--model", tokenizer or model):
-        found.tokenizer  # noqa: B018, loads it
+    if reads_text:
+        option, place = ("--tokenizer", tokenizer) if tokenizer else ("--model", model)
+        own = adapter is not None and (Path(adapter) / "tokenizer_config.json").exists()
+        if Path(place).is_dir() and not has_tokenizer(Path(place)) and (tokenizer or not own):
+            raise ValueError(f"{option}: no tokenizer in {place}")
+        with naming(option, place):
+            found.tokenizer  # noqa: B018, loads it
     return found
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether any file in it is one that tokenizers are made of; without one, transformers makes
+    an empty tokenizer of some kinds."""
+    names = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+    return any(True for name in names for _ in folder.glob(name))
 
 
 @contextmanager
