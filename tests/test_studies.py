@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, product
 from statistics import NormalDist
 
@@ -373,12 +374,52 @@ def test_sampled_answers_and_their_pass_at_k_are_counted(folder, tmp_path):
     assert len(records) == 6  # two batches, three seeds
     texts = Counter(answer["text"] for _, result in records for answer in result["problems"])
     assert len(texts) > 6
-    (row,), (note,) = study.rows(records)
+    (row,), (asked, note) = study.rows(records)
+    assert asked == r"asked: 'Question: {question}\nAnswer:'; --template changes it"
     assert row["problems"] == len(QUESTIONS) == 6 and row["seeds"] == 3
     assert row["pass@3"] >= row["accuracy"] and 1 <= row["mean_tokens"] <= 6
     assert "3 by math-verify, 3 by string" in note
     again = run(list(study.works(subject, [FULL])), tmp_path / "again")
     assert again == records
+
+
+CHAT = "{% for turn in messages %}<user> {{ turn['content'] }} <model>{% endfor %}"
+
+
+def test_questions_of_ones_own_are_asked_as_they_are(folder, tmp_path, monkeypatch):
+    """Only data sets of the hub come with a request to reason; every answer tells what for."""
+    import datasets
+
+    file, lines = folder / "questions.jsonl", [{"question": "1 + 1 ?", "answer": "#### 2"}]
+    own = load_problems(str(file))[:1]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *about, **options: lines)
+    hub = load_problems("openai/gsm8k:main")
+    plain, chat = (Subject(str(folder / "model"), device="cpu") for _ in range(2))
+    chat.tokenizer.chat_template = CHAT
+    reason = "Reason step by step, and put your final answer within \\boxed{}."
+    first = QUESTIONS[0]["question"]
+    for subject, problems, template, text in (
+        (plain, own, None, f"Question: {first}\nAnswer:"),
+        (plain, hub, None, "Question: 1 + 1 ?\nAnswer:"),
+        (chat, own, None, f"<user> {first} <model>"),
+        (chat, hub, None, f"<user> 1 + 1 ?\n\n{reason} <model>"),
+        (chat, hub, "{question} Be short.", "<user> 1 + 1 ? Be short. <model>"),
+    ):
+        study = TaskStudy("q", problems, 2, template=template)
+        assert study.asked(subject.tokenizer, problems[0]) == text
+    keys = {
+        json.dumps(work.keys, sort_keys=True)
+        for subject in (plain, chat)
+        for problems in (own, [replace(own[0], template="{question} !")])
+        for work in TaskStudy("q", problems, 2).works(subject, [FULL])
+    }
+    assert len(keys) == 3  # the plain model is asked the same twice
+    study = TaskStudy("q", own, 2)
+    records = run(list(study.works(chat, [FULL])), tmp_path)
+    _, notes = study.rows(records)
+    assert notes[0] == "asked: '{question}' in the chat template; --template changes it"
+    (answer,) = records[0][1]["problems"]
+    assert (answer["question"], answer["expected"]) == (first, QUESTIONS[0]["answer"])
 
 
 def test_evaluate_returns_what_it_writes(folder, tmp_path):

@@ -161,8 +161,9 @@ def tasks(
     data: Annotated[
         str,
         typer.Option(
-            help="Questions and answers: a .jsonl with the fields `question` (or `problem`) and "
-            "`answer`, or a data set on the hub, `openai/gsm8k:main`."
+            help="Questions and answers: a .jsonl with the fields `question` (or `problem`, "
+            "`prompt`) and `answer` (or `expected_answer`, `solution`), or a data set on the hub, "
+            "`openai/gsm8k:main`."
         ),
     ],
     split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test",
@@ -177,7 +178,8 @@ def tasks(
         str | None,
         typer.Option(
             help="What to ask, with {question} in it.",
-            show_default="reasoning and \\boxed{} for chat models, else 'Question: ... Answer:'",
+            show_default="{question} as it is, of a data set on the hub with a request to reason "
+            "and to use \\boxed{}; without a chat template 'Question: ... Answer:'",
         ),
     ] = None,
 ) -> None:

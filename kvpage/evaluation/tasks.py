@@ -34,8 +34,12 @@ from kvpage.evaluation.runner import (
 
 QUESTIONS = ("question", "problem", "prompt")
 ANSWERS = ("answer", "expected_answer", "solution")
-CHAT_TEMPLATE = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+BARE_TEMPLATE = "{question}"
+REASONING_TEMPLATE = (
+    "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+)
 PLAIN_TEMPLATE = "Question: {question}\nAnswer:"
+"""For models without a chat template."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +48,38 @@ class Problem:
 
     question: str
     answer: str
+    template: str = BARE_TEMPLATE
+    """What a chat model is asked, unless a study says otherwise; has `{question}`."""
 
 
 def load_problems(data: str, split: str = "test", limit: int | None = None) -> list[Problem]:
     """The problems of a local .jsonl, or of a data set on the hub, `name` or `name:config`.
 
     A line has a question under one of `QUESTIONS` and an answer under one of `ANSWERS`; of an
-    answer with `####`, as in GSM8K, what follows counts. Raises `ValueError` naming the line that
-    has none, or a file that is empty.
+    answer with `####`, as in GSM8K, what follows counts. Chat models are asked the questions of a
+    file as they are, those of the hub with `REASONING_TEMPLATE`. Raises `ValueError` naming the
+    line that has none, or a file that is empty.
     """
     path = Path(data)
+    template = BARE_TEMPLATE
     if path.suffix == ".jsonl" or path.exists():
         lines: Any = read_lines(path)
     else:
+        template = REASONING_TEMPLATE
         from datasets import load_dataset
 
         name, _, config = data.partition(":")
         lines = load_dataset(name, config or None, split=split)
     some = islice(lines, limit)
-    problems = [_problem(line, f"{data}, line {i}") for i, line in enumerate(some, start=1)]
+    problems = [
+        _problem(line, f"{data}, line {i}", template) for i, line in enumerate(some, start=1)
+    ]
     if not problems:
         raise ValueError(f"data: problems expected in {data}, got none")
     return problems
 
 
-def _problem(line: Mapping[str, Any], place: str) -> Problem:
+def _problem(line: Mapping[str, Any], place: str, template: str) -> Problem:
     found = []
     for names in (QUESTIONS, ANSWERS):
         name = next((name for name in names if isinstance(line, dict) and name in line), None)
@@ -76,7 +87,7 @@ def _problem(line: Mapping[str, Any], place: str) -> Problem:
             fields = ", ".join(line) if isinstance(line, dict) else type(line).__name__
             raise ValueError(f"data: {place}: one of {', '.join(names)} expected, got {fields}")
         found.append(str(line[name]))
-    return Problem(found[0], reference(found[1]))
+    return Problem(found[0], reference(found[1]), template)
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,9 @@ class TaskStudy:
     """Accuracy on `problems`, by contender.
 
     name: of the data, for tables; seeds: one answer per problem is drawn with each, or the greedy
-    answer is taken when temperature is 0; template: has `{question}`, by default `CHAT_TEMPLATE`
-    for tokenizers with a chat template and `PLAIN_TEMPLATE` for others; ks: of pass@k.
+    answer is taken when temperature is 0; template: has `{question}`, by default the problem's own
+    for tokenizers with a chat template, which is applied to it, and `PLAIN_TEMPLATE` for others;
+    ks: of pass@k.
 
     Raises `ValueError` for several seeds without a temperature, and a k of more than the seeds.
     """
@@ -117,33 +129,41 @@ class TaskStudy:
             import math_verify  # noqa: F401, fails here rather than behind the first answers
         size = self.batch_size
         batches = [self.problems[i : i + size] for i in range(0, len(self.problems), size)]
+        chat = subject.tokenizer.chat_template is not None
         for contender, seed, number in product(contenders, self.seeds, range(len(batches))):
-            texts = [[p.question, p.answer] for p in batches[number]]
+            batch = batches[number]
+            asked = [self.template_of(problem, chat) for problem in batch]
+            texts = [[p.question, p.answer, text] for p, text in zip(batch, asked, strict=True)]
             key: Key = {"study": self.kind, "task": self.name, "batch": number, "seed": seed}
             key["problems"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-            for name in ("max_new_tokens", "temperature", "top_p", "template"):
+            for name in ("max_new_tokens", "temperature", "top_p"):
                 key[name] = getattr(self, name)
-            run = self._runner(subject, contender, seed + 10_007 * number, batches[number])
+            key |= {"asked": list(dict.fromkeys(asked)), "chat": chat}
+            run = self._runner(subject, contender, seed + 10_007 * number, batch)
             yield Work([key | subject.key | contender.key], run)
 
     def _runner(
         self, subject: Subject, contender: Contender, seed: int, batch: Sequence[Problem]
     ) -> Callable[[Sequence[int], Advance], list[Result]]:
         def run(missing: Sequence[int], advance: Advance) -> list[Result]:
-            asked = [self.asked(subject.tokenizer, problem.question) for problem in batch]
+            asked = [self.asked(subject.tokenizer, problem) for problem in batch]
             answers = self._generate(subject, contender, seed, asked)
             for problem, answer in zip(batch, answers["problems"], strict=True):
                 answer["right"] = is_right(problem.answer, answer["text"])
                 answer["method"] = method(problem.answer)
+                answer |= {"question": problem.question, "expected": problem.answer}
             return [answers]
 
         return run
 
-    def asked(self, tokenizer: Any, question: str) -> str:
+    def template_of(self, problem: Problem, chat: bool) -> str:
+        """What `problem` is asked in; chat: whether the tokenizer has a chat template."""
+        return self.template or (problem.template if chat else PLAIN_TEMPLATE)
+
+    def asked(self, tokenizer: Any, problem: Problem) -> str:
         """The text the model gets."""
         chat = tokenizer.chat_template is not None
-        template = self.template or (CHAT_TEMPLATE if chat else PLAIN_TEMPLATE)
-        text = template.replace("{question}", question)
+        text = self.template_of(problem, chat).replace("{question}", problem.question)
         if not chat:
             return text
         turns = [{"role": "user", "content": text}]
@@ -189,11 +209,17 @@ class TaskStudy:
         return {"problems": problems, "kv_bytes": per_row, "compactions": report.compactions}
 
     def rows(self, records: Sequence[Record]) -> tuple[list[Row], list[str]]:
-        """One row per model and contender, and a note on how answers were compared."""
+        """One row per model and contender, and notes on what was asked and how answers were
+        compared."""
         rows = [self._row(row, group) for row, group in grouped(records)]
         ways = [method(problem.answer) for problem in self.problems]
         counts = ", ".join(f"{ways.count(way)} by {way}" for way in sorted(set(ways)))
-        return rows, [f"{self.name}: {len(ways)} answers compared, {counts}"]
+        asked = {(text, key["chat"]): None for key, _ in records for text in key["asked"]}
+        notes = [
+            f"asked: {text!r}{' in the chat template' * chat}; --template changes it"
+            for text, chat in asked
+        ]
+        return rows, [*notes, f"{self.name}: {len(ways)} answers compared, {counts}"]
 
     def _row(self, row: Row, group: Sequence[Record]) -> Row:
         answers: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
