@@ -13,7 +13,9 @@ from statistics import NormalDist
 import pytest
 import torch
 from checkpoints import QUESTIONS, save_checkpoint, save_questions
+from families import family
 from tiny import build, cache_name, prompt
+from transformers import DynamicCache
 
 from kvpage.evaluation import (
     FULL,
@@ -29,6 +31,7 @@ from kvpage.evaluation.runner import Journal, Subject, Work, grouped, run
 from kvpage.evaluation.tables import comma_separated, markdown, save
 from kvpage.evaluation.tasks import TaskStudy, load_problems
 from kvpage.evaluation.texts import FidelityStudy
+from kvpage.footprint import Footprint
 
 SMALL = {"interval": 32, "sinks": 4, "recent": 16}
 
@@ -218,12 +221,58 @@ def test_under_a_budget_hits_are_those_of_the_evicting_cache():
     assert got["hits"] == expected > 0 and got["compactions"] == 2
 
 
+@pytest.mark.parametrize("name", ["llama-gqa3-tied", "gemma3"])
+def test_bytes_are_those_of_the_live_tokens_of_one_text(name):
+    """Not of the room that storage has to grow: what never binds saves nothing."""
+    model = family(name) if name == "gemma3" else build(name)
+    ids = prompt(150, 3)
+    held = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:1, :149], **{cache_name(model): held})
+    layers = [layer for layer in held.layers if layer.keys is not None]
+    dynamic = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    full = answered(model, ids[0], 130, FULL)
+    assert full["kv_bytes"] == dynamic and full["statistics_bytes"] == 0
+    for scorer, budget, compactions in (("sampled", 64, 2), ("knorm", 64, 2), ("sampled", 512, 0)):
+        contender = Contender(budget, scorer, SMALL)
+        got = answered(model, ids[0], 130, contender)
+        footprint = Footprint.of(model)
+        most = -(-min(149, 96) // 16) if compactions else -(-149 // 16)  # budget + interval
+        window = sum(
+            most_of_window(layer.window) * footprint._kv_bytes(layer)
+            for layer in footprint.layers
+            if layer.window is not None
+        )
+        assert got["compactions"] == compactions
+        assert got["kv_bytes"] == most * 16 * footprint.bytes_per_token + window
+        assert (got["statistics_bytes"] > 0) is (scorer == "sampled")
+        if name != "gemma3" and not compactions:
+            block = 16 * footprint.bytes_per_token
+            assert dynamic <= got["kv_bytes"] <= dynamic + block
+        batch = contender.cache(model)
+        with torch.no_grad():
+            for part in ids[:, :149].split(16, dim=1):
+                model(part, **{cache_name(model): batch})
+        assert contender.costs(model, batch, batch.report()) == {
+            key: got[key] for key in ("compactions", "kv_bytes", "statistics_bytes")
+        }
+
+
+def most_of_window(window):
+    """Slots that a sliding layer uses at most, in blocks of 16: the window and an interval."""
+    return -(-min(149, window - 1 + SMALL["interval"]) // 16) * 16
+
+
 def test_an_answer_starts_with_the_first_token_that_differs(folder):
     tokenizer = Subject(str(folder / "model")).tokenizer
     made = example("recall", 80, 0, lambda text: len(tokenizer(text).input_ids))
     ids, count = encoded(tokenizer, made)
     assert tokenizer.decode(ids[:count]) == tokenizer.decode(tokenizer(made.text).input_ids)
     assert ids[count:].tolist() == tokenizer(made.answer).input_ids
+
+
+COSTS = {"kv_bytes": 5, "statistics_bytes": 2}
 
 
 def record(task, tokens, contender, hits, of, seed=0):
@@ -234,7 +283,7 @@ def record(task, tokens, contender, hits, of, seed=0):
         "adapter": None,
         "seed": seed,
     } | contender.key
-    return key, {"hits": hits, "answer_tokens": of, "compactions": 1, "kv_bytes": 5}
+    return key, {"hits": hits, "answer_tokens": of, "compactions": 1} | COSTS
 
 
 def test_lengths_at_which_the_full_cache_fails_are_left_out():
@@ -433,6 +482,10 @@ def test_evaluate_returns_what_it_writes(folder, tmp_path):
     assert json.loads((tmp_path / "tasks.json").read_text()) == written
     assert (tmp_path / "tasks.md").read_text().strip() == str(found)
     assert "compactions are 0, nothing was evicted (budgets 64)" in found.notes[-1]
+    full, roomy = found.rows
+    block = 16 * Footprint.from_pretrained(str(folder / "model")).bytes_per_token
+    assert full["kv_bytes"] <= roomy["kv_bytes"] <= full["kv_bytes"] + block
+    assert full["statistics_bytes"] == roomy["statistics_bytes"] == 0  # knorm needs none
     assert len(found.files) == 7 and all(path.stat().st_size > 0 for path in found.files)
     assert "model" not in subject.__dict__  # its weights are let go
     tables = evaluate(study, [subject], contenders, tmp_path, plot=False, progress=False)
@@ -484,7 +537,7 @@ ROWS = [
 
 def test_tables_say_the_same_in_every_form(tmp_path):
     lines = markdown(ROWS).splitlines()
-    assert lines[0] == "| model | budget | scorer | accuracy | mass | KV memory |"
+    assert lines[0] == "| model | budget | scorer | accuracy | mass | KV per text |"
     assert lines[2:] == [
         "| m | full | - | 0.5 [0.4, 0.6] | - | 2.0 MiB |",
         "| m | 64 | knorm | 0.25 | 0.125 | 1.0 MiB |",

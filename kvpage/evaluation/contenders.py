@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvpage.cache import PagedCompactCache
+from kvpage.footprint import Footprint
+from kvpage.layer import PagedLayer
+from kvpage.report import Report, bytes_in_block
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,33 @@ class Contender:
             "budget": self.budget,
             "scorer": self.scorer_name,
             "options": dict(self.options),
+            "kv_bytes": "live tokens, per text",  # results of another meaning are none
         }
 
     def cache(self, model: nn.Module, **options: Any) -> PagedCompactCache:
         """A new, empty cache of it for `model`; `options` are overruled by its own."""
         arguments = {"budget": self.budget, "scorer": self.scorer, **options, **self.options}
         return PagedCompactCache(model, **arguments)
+
+    def costs(self, model: nn.Module, cache: PagedCompactCache, report: Report) -> dict[str, int]:
+        """Compactions of `cache`, which has run, and the bytes of one text (a row of the batch).
+
+        kv_bytes: the most that keys and values of live tokens took, in whole blocks; of the full
+        cache, what transformers' `DynamicCache` holds. statistics_bytes: what the scorer keeps of
+        queries and keys. Not the states of recurrent layers, nor room to grow.
+        """
+        if self.budget is None:
+            kv_bytes, statistics = Footprint.of(model).dynamic_bytes(report.seen_tokens), 0
+        else:
+            paged = [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
+            every = sum(bytes_in_block(layer) * layer.ledger.blocks_peak for layer in paged)
+            kv_bytes = every // report.batch_size
+            statistics = report.bytes_statistics // report.batch_size
+        return {
+            "compactions": report.compactions,
+            "kv_bytes": kv_bytes,
+            "statistics_bytes": statistics,
+        }
 
 
 FULL = Contender(None)

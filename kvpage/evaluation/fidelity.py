@@ -67,7 +67,9 @@ class Fidelity:
     """The same of an oracle that sees the attention to come, see `mass_kept`."""
     compactions: int
     kv_bytes: int
-    """Most bytes the cache had reserved."""
+    """The most that keys and values of live tokens took, see `Contender.costs`."""
+    statistics_bytes: int
+    """What the scorer keeps of queries and keys."""
 
     @property
     def kl(self) -> float:
@@ -127,6 +129,7 @@ def pooled(parts: Sequence[Fidelity]) -> Fidelity:
         kl_blocks=[(s, n) for part in parts for s, n in part.kl_blocks],
         compactions=sum(part.compactions for part in parts),
         kv_bytes=max(part.kv_bytes for part in parts),
+        statistics_bytes=max(part.statistics_bytes for part in parts),
         **{field: mean(field) for field in means},
     )
 
@@ -262,7 +265,7 @@ class _Running:
         self.error = self.error + torch.stack([(a - b).double().square().sum() for a, b in pairs])
         self.norm = self.norm + torch.stack([a.double().square().sum() for a, _ in pairs])
 
-    def result(self, mass: AttentionMass | None, layers: int) -> Fidelity:
+    def result(self, model: nn.Module, mass: AttentionMass | None, layers: int) -> Fidelity:
         kl, interval = torch.cat(self.kl), self.cache.settings.interval
         shares = None
         if mass is not None and self.trace:
@@ -271,7 +274,6 @@ class _Running:
                 for i in range(layers)
             ]
         every = [1.0] * layers if mass is not None else None
-        report = self.cache.report()
         error = torch.as_tensor(self.error / self.norm).sqrt()
         return Fidelity(
             name=self.contender.name,
@@ -285,8 +287,7 @@ class _Running:
             attention_error=error.tolist(),
             mass=every if shares is None else [share.kept for share in shares],
             mass_oracle=every if shares is None else [share.oracle for share in shares],
-            compactions=report.compactions,
-            kv_bytes=report.bytes_peak,
+            **self.contender.costs(model, self.cache, self.cache.report()),
         )
 
 
@@ -349,7 +350,7 @@ def _lock_step(
         if mass is not None and start > 0:
             mass.add(start, known, compacted)
         progress(stop - start)
-    return [one.result(mass, len(sites)) for one in running]
+    return [one.result(model, mass, len(sites)) for one in running]
 
 
 def _log_probabilities(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:

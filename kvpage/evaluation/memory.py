@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from kvpage.compat import NEWEST
 from kvpage.evaluation.contenders import FULL, Contender
 from kvpage.evaluation.intervals import bootstrap_interval, wilson_interval
-from kvpage.evaluation.runner import Advance, Record, Result, Row, Subject, Work, grouped
+from kvpage.evaluation.runner import (
+    Advance,
+    Record,
+    Result,
+    Row,
+    Subject,
+    Work,
+    costs_of,
+    grouped,
+)
 
 NOUNS = str.split(
     "apple river stone cloud tiger piano window garden rocket silver bridge candle forest hammer "
@@ -147,13 +156,8 @@ def answered(
         logits = model(ids[None, start:stop], **arguments).logits[0]
         found = logits[len(logits) - wanted :].argmax(dim=-1)
         hits += int((found == ids[stop + 1 - wanted : stop + 1]).sum())
-    report = cache.report()
-    return {
-        "hits": hits,
-        "answer_tokens": len(ids) - text_tokens,
-        "compactions": report.compactions,
-        "kv_bytes": report.bytes_peak,
-    }
+    found = {"hits": hits, "answer_tokens": len(ids) - text_tokens}
+    return found | contender.costs(model, cache, cache.report())
 
 
 @dataclass(frozen=True)
@@ -213,9 +217,7 @@ class MemoryStudy:
             row |= {"samples": len(group), "score": score}
             row["score_low"], row["score_high"] = interval or (None, None)
             row["full_score"] = full[place]
-            row["compactions"] = sum(result["compactions"] for _, result in group) / len(group)
-            row["kv_bytes"] = max(result["kv_bytes"] for _, result in group)
-            rows.append(row)
+            rows.append(row | costs_of([result for _, result in group]))
         return rows, list(dict.fromkeys(notes))
 
     def _score(self, group: Sequence[Record]) -> Any:

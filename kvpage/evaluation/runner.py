@@ -145,6 +145,14 @@ def grouped(records: Sequence[Record]) -> list[tuple[Row, list[Record]]]:
     return list(groups.values())
 
 
+def costs_of(results: Sequence[Result]) -> Row:
+    """Columns of what `Contender.costs` said: mean compactions, and the most bytes of a text."""
+    row: Row = {"compactions": sum(each["compactions"] for each in results) / len(results)}
+    return row | {
+        name: max(each[name] for each in results) for name in ("kv_bytes", "statistics_bytes")
+    }
+
+
 def _paths(key: Key) -> tuple[str, ...]:
     return tuple(path for path in (key["model"], key["adapter"]) if path is not None)
 

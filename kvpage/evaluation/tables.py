@@ -30,6 +30,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         and not any(isinstance(row.get(name), list) for row in rows)
     ]
     said = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
+    if "budget" in names:  # of a study, whose bytes are those of one text
+        said = {"kv_bytes": "KV per text", "statistics_bytes": "stats per text"}
     head = [said.get(name, name.replace("_", " ")) for name in shown]
     return [head, *([_cell(name, row) for name in shown] for row in rows)]
 

@@ -28,6 +28,7 @@ from kvpage.evaluation.runner import (
     Row,
     Subject,
     Work,
+    costs_of,
     grouped,
     read_lines,
 )
@@ -204,9 +205,7 @@ class TaskStudy:
             text = tokenizer.decode(row[:length], skip_special_tokens=True)
             cut = length == self.max_new_tokens and row[length - 1] not in ends
             problems.append({"text": text, "tokens": length, "cut": cut})
-        report = cache.report()
-        per_row = report.bytes_peak // len(rows)
-        return {"problems": problems, "kv_bytes": per_row, "compactions": report.compactions}
+        return {"problems": problems} | contender.costs(model, cache, cache.report())
 
     def rows(self, records: Sequence[Record]) -> tuple[list[Row], list[str]]:
         """One row per model and contender, and notes on what was asked and how answers were
@@ -238,9 +237,7 @@ class TaskStudy:
                 row[f"pass@{k}"] = sum(pass_at_k(n, c, k) for c, n in right) / len(right)
         row["mean_tokens"] = sum(answer["tokens"] for answer in every) / len(every)
         row["cut_off"] = sum(answer["cut"] for answer in every) / len(every)
-        row["compactions"] = sum(result["compactions"] for _, result in group) / len(group)
-        row["kv_bytes"] = max(result["kv_bytes"] for _, result in group)
-        return row
+        return row | costs_of([result for _, result in group])
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> set[int]:

@@ -110,4 +110,5 @@ class FidelityStudy:
             "mass_to_oracle": found.mass_to_oracle,
             "compactions": found.compactions / len(group),
             "kv_bytes": found.kv_bytes,
+            "statistics_bytes": found.statistics_bytes,
         }
