@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
     save_questions(path / "questions.jsonl")
     train_adapter(path / "my-model", path / "questions.jsonl", path / "my-lora")
     (path / "text.txt").write_text(" ".join([*FILLER, *FILLER[::-1], *FILLER[::2]] * 3))
+    (path / "empty.txt").write_text("\n")
     return path
 
 
@@ -118,6 +119,8 @@ def test_two_processes_find_what_one_finds(folder):
         ),
         (["fidelity", "--data", "text.txt", "--budgets", "many"], "--budgets: a number or none"),
         (["fidelity", "--data", "text.txt", "--scorers", "best"], "--scorers: one of 'sampled'"),
+        (["fidelity", "--data", "text.txt", "--tokens", "9999"], "--tokens: at most"),
+        (["fidelity", "--data", "empty.txt"], "--data: text expected, but empty.txt is empty"),
         (["memory", "--tasks", "recall,juggling"], "--tasks: some of recall"),
         (["tasks", "--data", "text.txt"], "text.txt, line 1: JSON expected"),
         (["tasks", "--data", "questions.jsonl", "--seeds", "0,1"], "--seeds: one expected"),

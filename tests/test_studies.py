@@ -410,8 +410,26 @@ def test_a_fidelity_study_resumes_and_adds_contenders(folder, tmp_path):
     for row in rows:
         assert row["kl_low"] < row["kl"] < row["kl_high"] and 0 < row["mass"] < 1
         assert row["budget"] == 64 and row["compactions"] >= 3
-    with pytest.raises(ValueError, match="tokens: at most"):
+    with pytest.raises(ValueError, match=r"tokens: at most .* expected, as in .*, got 10000"):
         list(FidelityStudy(str(folder / "text.txt"), tokens=10_000).works(subject, some))
+
+
+def test_a_short_text_is_taken_whole_and_the_table_says_so(folder, tmp_path):
+    subject = Subject(str(folder / "model"), device="cpu")
+    words = (folder / "text.txt").read_text().split()[:150]
+    (tmp_path / "short.txt").write_text(" ".join(words))
+    study = FidelityStudy(str(tmp_path / "short.txt"), prompt=16, step=8)
+    count = len(subject.tokenizer(" ".join(words)).input_ids)
+    some = Contender.grid([48, 64, 512], ["knorm"], **SMALL)
+    rows, notes = study.rows(run(list(study.works(subject, some)), tmp_path))
+    assert {row["tokens"] for row in rows} == {count}
+    starts = [80, 96, 16]  # the first compaction; behind the prompt where there is none
+    assert [row["positions"] for row in rows] == [count - 1 - start for start in starts]
+    assert notes[0].startswith(f"short.txt: all of its {count} tokens, fewer than the usual 4,096")
+    assert "positions differ" in notes[1] and len(notes) == 2
+    exact = FidelityStudy(study.data, count, prompt=16, step=8)
+    alike = [Contender(64, scorer, SMALL) for scorer in ("knorm", "centroid")]
+    assert exact.rows(run(list(exact.works(subject, alike)), tmp_path))[1] == []
 
 
 def test_sampled_answers_and_their_pass_at_k_are_counted(folder, tmp_path):

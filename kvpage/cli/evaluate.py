@@ -93,7 +93,14 @@ class Options:
 def fidelity(
     options: Options,
     data: Annotated[str, typer.Option(help="Text: a file, or a .jsonl with a field `text`.")],
-    tokens: Annotated[int, typer.Option(min=2, help="Length of a window of the text.")] = 4096,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Length of a window of the text.",
+            show_default="4096, or all of a shorter text",
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Windows at most.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the first forward.")] = 128,
     step: Annotated[int, typer.Option(min=1, help="Tokens of every other forward.")] = 16,
@@ -223,7 +230,12 @@ def _run(
     from kvpage.evaluation.evaluating import evaluate
 
     logging.disable_progress_bar()
-    found = evaluate(study, subjects, contenders, options.out, plot=options.plot)
+    try:
+        found = evaluate(study, subjects, contenders, options.out, plot=options.plot)
+    except ValueError as error:
+        if str(error).startswith(("adapter:", "tokens:")):
+            raise ValueError(f"--{error}") from error
+        raise
     if not found.is_main:
         return
     if options.json:

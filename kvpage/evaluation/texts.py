@@ -26,19 +26,26 @@ from kvpage.evaluation.runner import (
     read_lines,
 )
 
+WINDOW_TOKENS = 4096
+POSITIONS = (
+    "positions differ: a row is over the text behind its own first compaction, which a larger "
+    "budget has later; compare scorers within a budget, and between budgets mind the place"
+)
+
 
 @dataclass(frozen=True)
 class FidelityStudy:
     """Fidelity on the first `windows` stretches of `tokens` tokens of the text in the file `data`.
 
-    Of a .jsonl, the field `text` of every line, joined by blank lines. Raises `ValueError` for a
-    text that is too short for one window, `OSError` where there is no such file.
+    Of a .jsonl, the field `text` of every line, joined by blank lines. tokens: by default
+    `WINDOW_TOKENS`, or all of a shorter text. Raises `ValueError` for a file without text or too
+    short for one window, `OSError` where there is no such file.
     """
 
     kind: ClassVar[str] = "fidelity"
 
     data: str
-    tokens: int = 4096
+    tokens: int | None = None
     windows: int = 1
     prompt: int = 128
     step: int = 16
@@ -47,16 +54,21 @@ class FidelityStudy:
     def text(self) -> str:
         """What is in the file."""
         if not self.data.endswith(".jsonl"):
-            return Path(self.data).read_text()
-        lines = read_lines(Path(self.data))
-        if not all(isinstance(line, dict) and "text" in line for line in lines):
-            raise ValueError(f"data: a field `text` in every line of {self.data} expected")
-        return "\n\n".join(str(line["text"]) for line in lines)
+            text = Path(self.data).read_text()
+        else:
+            lines = read_lines(Path(self.data))
+            if not all(isinstance(line, dict) and "text" in line for line in lines):
+                raise ValueError(f"data: a field `text` in every line of {self.data} expected")
+            text = "\n\n".join(str(line["text"]) for line in lines)
+        if not text.strip():
+            raise ValueError(f"data: text expected, but {self.data} is empty")
+        return text
 
     def ids(self, tokenizer: Any) -> list[Tensor]:
         """The windows, `[T]` int64 each."""
         ids = torch.tensor(tokenizer(self.text).input_ids)
-        windows = [part for part in ids.split(self.tokens) if len(part) == self.tokens]
+        tokens = self.tokens or min(WINDOW_TOKENS, len(ids))
+        windows = [part for part in ids.split(tokens) if len(part) == tokens]
         if not windows:
             raise ValueError(
                 f"tokens: at most {len(ids)} expected, as in {self.data}, got {self.tokens}"
@@ -66,12 +78,12 @@ class FidelityStudy:
     def works(self, subject: Subject, contenders: Sequence[Contender]) -> Iterator[Work]:
         """One window each, all contenders in lock-step."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        for number in range(len(self.ids(subject.tokenizer))):
+        for number, ids in enumerate(self.ids(subject.tokenizer)):
             key: Key = {"study": self.kind, "task": Path(self.data).name, "text": digest}
-            key |= {"tokens": self.tokens, "window": number}
+            key |= {"tokens": len(ids), "window": number}
             key |= {"prompt": self.prompt, "step": self.step}
             keys = [key | subject.key | contender.key for contender in contenders]
-            yield Work(keys, self._runner(subject, contenders, number), size=self.tokens)
+            yield Work(keys, self._runner(subject, contenders, number), size=len(ids))
 
     def _runner(
         self, subject: Subject, contenders: Sequence[Contender], number: int
@@ -86,13 +98,24 @@ class FidelityStudy:
         return run
 
     def rows(self, records: Sequence[Record]) -> tuple[list[Row], list[str]]:
-        """One row per model and contender, and a note where the text has fewer windows than asked
-        for."""
+        """One row per model and contender, and notes where the text has less than asked for, and
+        where rows are over different positions."""
         found = len({key["window"] for key, _ in records})
         name, notes = Path(self.data).name, []
+        lengths = sorted({key["tokens"] for key, _ in records})
+        counts = " or ".join(f"{tokens:,}" for tokens in lengths)
+        if self.tokens is None and lengths[0] < WINDOW_TOKENS:
+            notes.append(
+                f"{name}: all of its {counts} tokens, fewer than the usual {WINDOW_TOKENS:,}; "
+                "--tokens changes it"
+            )
         if found < self.windows:
-            notes.append(f"{name}: {found} of {self.windows} windows of {self.tokens:,} tokens")
-        return [self._row(row, group) for row, group in grouped(records)], notes
+            notes.append(f"{name}: {found} of {self.windows} windows of {counts} tokens")
+        rows = [self._row(row, group) for row, group in grouped(records)]
+        texts = {(row["model"], row["tokens"]) for row in rows}
+        if len({(row["model"], row["tokens"], row["positions"]) for row in rows}) > len(texts):
+            notes.append(POSITIONS)
+        return rows, notes
 
     def _row(self, row: Row, group: Sequence[Record]) -> Row:
         found = pooled([Fidelity(**result) for _, result in group])
