@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_checkpoint, save_questions, train_adapter
-from tiny import cache_name
+from tiny import build, cache_name
 from typer.testing import CliRunner
 
 from kvpage import PagedCompactCache
@@ -132,6 +133,18 @@ def test_what_is_wrong_is_said_in_one_line(folder, monkeypatch, arguments, messa
     assert done.exit_code == 2
     start = [line for line in done.stderr.splitlines() if line.startswith("kvpage eval: ")]
     assert len(start) == 1 and message in done.stderr
+
+
+def test_an_adapter_of_another_model_is_one_line(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    build("qwen3").save_pretrained(tmp_path / "other")
+    command = ["eval", "tasks", "--model", str(tmp_path / "other"), "--tokenizer", "my-model"]
+    command += ["--adapter", "my-lora", "--data", "questions.jsonl", "--budgets", "none"]
+    done = CliRunner().invoke(application(), [*command, "--out", str(tmp_path), *SMALL[-2:]])
+    assert done.exit_code == 2
+    (line,) = [line for line in done.stderr.splitlines() if "adapter" in line]
+    assert line.startswith("kvpage eval: --adapter: my-lora does not fit ")
+    assert re.search(r"other \(made for \S*my-model\)$", line)
 
 
 def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(folder, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import random
+import warnings
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
@@ -15,7 +16,7 @@ import torch
 from checkpoints import QUESTIONS, save_checkpoint, save_questions
 from families import family
 from tiny import build, cache_name, prompt
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from kvpage.evaluation import (
     FULL,
@@ -392,6 +393,24 @@ def test_other_weights_under_the_same_path_are_another_subject(tmp_path):
     assert Subject(str(tmp_path / "model")).key == before
     save_checkpoint(tmp_path / "model")
     assert Subject(str(tmp_path / "model")).key != before
+
+
+def test_an_adapter_of_another_model_is_named_with_what_it_was_made_for(folder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = Subject(str(folder / "model"), device="cpu").model
+    made = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    made.save_pretrained(tmp_path / "lora")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert Subject(str(folder / "model"), str(tmp_path / "lora"), device="cpu").model
+    build("qwen3").save_pretrained(tmp_path / "wider")
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=20))
+    gpt.save_pretrained(tmp_path / "gpt")
+    for name in ("wider", "gpt"):
+        message = f"^adapter: .*lora does not fit .*{name} \\(made for .*model\\)$"
+        with pytest.raises(ValueError, match=message):
+            Subject(str(tmp_path / name), str(tmp_path / "lora"), device="cpu").model  # noqa: B018
 
 
 # Studies end to end.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -67,15 +68,28 @@ class Subject:
 
     @cached_property
     def model(self) -> nn.Module:
-        """In evaluation mode, adapter included."""
+        """In evaluation mode, adapter included; `ValueError` for an adapter of another model."""
         device = self.device or default_device()
         options = {"device_map": "auto"} if device == "auto" else {}
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, **options)
         if self.adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, self.adapter)
+            model = self._with_adapter(model, self.adapter)
         return (model if device == "auto" else model.to(device)).eval()
+
+    def _with_adapter(self, model: Any, adapter: str) -> Any:
+        from peft import PeftConfig, PeftModel
+
+        try:
+            with warnings.catch_warnings():  # of how peft asks transformers for it
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                return PeftModel.from_pretrained(model, adapter)
+        except (RuntimeError, ValueError) as error:
+            if not any(sign in str(error) for sign in ("size mismatch", "Target modules")):
+                raise
+            made_for = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+            raise ValueError(
+                f"adapter: {adapter} does not fit {self.path} (made for {made_for})"
+            ) from error
 
     def release(self) -> None:
         """Let go of the weights."""
