@@ -429,6 +429,8 @@ def test_a_fidelity_study_resumes_and_adds_contenders(folder, tmp_path):
     for row in rows:
         assert row["kl_low"] < row["kl"] < row["kl_high"] and 0 < row["mass"] < 1
         assert row["budget"] == 64 and row["compactions"] >= 3
+        nll = [result["nll_full"] for key, result in both if key["scorer"] == row["scorer"]]
+        assert row["full_perplexity"] == pytest.approx(math.exp(sum(nll) / len(nll)))
     with pytest.raises(ValueError, match=r"tokens: at most .* expected, as in .*, got 10000"):
         list(FidelityStudy(str(folder / "text.txt"), tokens=10_000).works(subject, some))
 
@@ -566,21 +568,25 @@ def test_settings_that_make_no_sense_are_refused():
 
 ROWS = [
     {"model": "m", "budget": None, "scorer": "-", "accuracy": 0.5, "accuracy_low": 0.4,
-     "accuracy_high": 0.6, "mass": None, "by_layer": [1, 2], "kv_bytes": 2**21},
+     "accuracy_high": 0.6, "mass": None, "full_perplexity": 25.93, "delta_perplexity": 0.0,
+     "by_layer": [1, 2], "kv_bytes": 2**21},
     {"model": "m", "budget": 64, "scorer": "knorm", "accuracy": 0.25, "accuracy_low": None,
-     "accuracy_high": None, "mass": 0.125, "by_layer": [3], "kv_bytes": 2**20},
+     "accuracy_high": None, "mass": 0.125, "full_perplexity": 25.93, "delta_perplexity": 3.81,
+     "by_layer": [3], "kv_bytes": 2**20},
 ]  # fmt: skip
 
 
 def test_tables_say_the_same_in_every_form(tmp_path):
     lines = markdown(ROWS).splitlines()
-    assert lines[0] == "| model | budget | scorer | accuracy | mass | KV per text |"
+    assert lines[0] == "| model | budget | scorer | accuracy | mass | perplexity | KV per text |"
     assert lines[2:] == [
-        "| m | full | - | 0.5 [0.4, 0.6] | - | 2.0 MiB |",
-        "| m | 64 | knorm | 0.25 | 0.125 | 1.0 MiB |",
+        "| m | full | - | 0.5 [0.4, 0.6] | - | 25.9 +0 | 2.0 MiB |",
+        "| m | 64 | knorm | 0.25 | 0.125 | 25.9 +3.81 | 1.0 MiB |",
     ]
     read = list(csv.DictReader(io.StringIO(comma_separated(ROWS))))
     assert [row["accuracy"] for row in read] == ["0.5", "0.25"] and read[0]["mass"] == ""
+    assert [row["delta_perplexity"] for row in read] == ["0.0", "3.81"]
+    assert read[0]["full_perplexity"] == "25.93" and "by_layer" not in read[0]
     save(ROWS, ["a note"], tmp_path / "new", "tasks")
     assert json.loads((tmp_path / "new" / "tasks.json").read_text()) == {
         "rows": ROWS,

@@ -34,7 +34,8 @@ evaluate = typer.Typer(
     no_args_is_help=True,
     help="What a budget costs a model: every model x budget x scorer in one table. Results are "
     "kept in --out as they come: the same command again goes on after a crash or Ctrl-C, and with "
-    "more budgets adds to them. `accelerate launch -m kvpage.cli eval ...` splits the work.\n\n"
+    "other budgets measures only what is new. The table is of this command's budgets: to see all "
+    "together, name all. `accelerate launch -m kvpage.cli eval ...` splits the work.\n\n"
     "Exit codes: 0 done, 1 out of memory, 2 bad input, 130 interrupted.",
 )
 
@@ -108,7 +109,7 @@ def fidelity(
     """How far it writes from the full cache: KL, perplexity, attention kept.
 
     Long text goes through both caches token by token. Columns: KL(full || budget) of the next
-    token in nats with a 95 % interval, change in perplexity, how often both find the same token
+    token in nats with a 95 % interval, perplexity of the full cache and the change in it, how often both find the same token
     likeliest, relative error of the attention outputs, share of the later attention that goes to
     what was kept, and that over an oracle's who sees the attention to come.
 

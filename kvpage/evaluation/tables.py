@@ -19,24 +19,29 @@ ABOUT = ("model", "task", "tokens", "positions", "samples", "problems", "seeds")
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table as text, its head first.
 
-    A column's 95 % interval, from `name_low` to `name_high`, stands beside it in brackets; lists
-    are left to JSON.
+    A column's 95 % interval, from `name_low` to `name_high`, stands beside it in brackets, and a
+    `delta_name` behind the full cache's `full_name`; lists are left to JSON.
     """
-    names = dict.fromkeys(name for row in rows for name in row)
-    shown = [
-        name
-        for name in names
-        if not name.endswith(("_low", "_high"))
-        and not any(isinstance(row.get(name), list) for row in rows)
-    ]
+    names = _names(rows)
+    bases = [name.replace("delta_", "full_") for name in names if name.startswith("delta_")]
+    shown = [name for name in names if not name.endswith(("_low", "_high")) and name not in bases]
     said = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
     if "budget" in names:  # of a study, whose bytes are those of one text
         said = {"kv_bytes": "KV per text", "statistics_bytes": "stats per text"}
-    head = [said.get(name, name.replace("_", " ")) for name in shown]
+    head = [said.get(name, name.removeprefix("delta_").replace("_", " ")) for name in shown]
     return [head, *([_cell(name, row) for name in shown] for row in rows)]
 
 
+def _names(rows: Sequence[Row]) -> list[str]:
+    """All fields but lists, in their order."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if not any(isinstance(row.get(name), list) for row in rows)]
+
+
 def _cell(name: str, row: Row) -> str:
+    if name.startswith("delta_"):
+        full = name.replace("delta_", "full_")
+        return f"{_text(full, row.get(full))} {row[name]:+.3g}"
     text = _text(name, row.get(name))
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
     return text if low is None or high is None else f"{text} [{low:.2g}, {high:.2g}]"
@@ -62,10 +67,9 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def comma_separated(rows: Sequence[Row]) -> str:
-    """As CSV, numbers in full."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """As CSV, numbers in full; lists are left to JSON."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer = csv.DictWriter(file, _names(rows), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()

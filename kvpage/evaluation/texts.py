@@ -125,6 +125,7 @@ class FidelityStudy:
             "kl": found.kl,
             "kl_low": low,
             "kl_high": high,
+            "full_perplexity": found.full_perplexity,
             "delta_perplexity": found.delta_perplexity,
             "top1": found.top1,
             "attention_error": sum(found.attention_error) / len(found.attention_error),
