@@ -29,7 +29,7 @@ from kvpage.evaluation import (
 from kvpage.evaluation.answers import is_right, method, reference
 from kvpage.evaluation.memory import TASKS, MemoryStudy, answered, encoded, example
 from kvpage.evaluation.runner import Journal, Subject, Work, grouped, run
-from kvpage.evaluation.tables import comma_separated, markdown, save
+from kvpage.evaluation.tables import comma_separated, markdown, save, terminal
 from kvpage.evaluation.tasks import TaskStudy, load_problems
 from kvpage.evaluation.texts import FidelityStudy
 from kvpage.footprint import Footprint
@@ -576,12 +576,36 @@ ROWS = [
 ]  # fmt: skip
 
 
+def test_a_table_of_every_column_fits_a_terminal():
+    console = pytest.importorskip("rich.console").Console(
+        width=100, record=True, file=io.StringIO()
+    )
+    row = {"model": "a-model-of-thirty-letters + lora", "task": "text.txt", "tokens": 4096}
+    measured = {"kl": 0.144, "kl_low": 0.09, "kl_high": 0.2, "full_perplexity": 25.93}
+    measured |= {"delta_perplexity": 3.81, "top1": 0.83, "attention_error": 0.237, "mass": 0.912}
+    measured |= {"mass_to_oracle": 0.953, "compactions": 12.5}
+    measured |= {"kv_bytes": 45_700_000, "statistics_bytes": 9_400_000}
+    rows = [
+        row | {"budget": budget, "scorer": "streaming", "positions": 4000 - budget} | measured
+        for budget in (512, 1024)
+    ]
+    console.print(terminal(rows))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    found = [line.split() for line in text.splitlines() if "streaming" in line]
+    cells = "0.144 [0.09, 0.2] 25.9 +3.8 0.83 0.237 0.912 0.953 12.5 43.6 8.96"
+    lines = [f"512 streaming 3488 {cells}", f"1024 streaming 2976 {cells}"]
+    assert found == [line.split() for line in lines]
+
+
 def test_tables_say_the_same_in_every_form(tmp_path):
     lines = markdown(ROWS).splitlines()
-    assert lines[0] == "| model | budget | scorer | accuracy | mass | perplexity | KV per text |"
+    assert (
+        lines[0] == "| model | budget | scorer | accuracy | mass | perplexity | KV per text, MiB |"
+    )
     assert lines[2:] == [
-        "| m | full | - | 0.5 [0.4, 0.6] | - | 25.9 +0 | 2.0 MiB |",
-        "| m | 64 | knorm | 0.25 | 0.125 | 25.9 +3.81 | 1.0 MiB |",
+        "| m | full | - | 0.5 [0.4, 0.6] | - | 25.9 +0 | 2 |",
+        "| m | 64 | knorm | 0.25 | 0.125 | 25.9 +3.8 | 1 |",
     ]
     read = list(csv.DictReader(io.StringIO(comma_separated(ROWS))))
     assert [row["accuracy"] for row in read] == ["0.5", "0.25"] and read[0]["mass"] == ""

@@ -109,9 +109,9 @@ def fidelity(
     """How far it writes from the full cache: KL, perplexity, attention kept.
 
     Long text goes through both caches token by token. Columns: KL(full || budget) of the next
-    token in nats with a 95 % interval, perplexity of the full cache and the change in it, how often both find the same token
-    likeliest, relative error of the attention outputs, share of the later attention that goes to
-    what was kept, and that over an oracle's who sees the attention to come.
+    token in nats with a 95 % interval, perplexity of the full cache and the change in it, how often
+    both find the same token likeliest, relative error of the attention outputs, share of the later
+    attention that goes to what was kept, and that over an oracle's who sees the attention to come.
 
     \b
     Example:

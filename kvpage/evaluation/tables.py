@@ -15,6 +15,13 @@ from kvpage.report import readable
 ABOUT = ("model", "task", "tokens", "positions", "samples", "problems", "seeds")
 """Columns that say what was measured, rather than what was found."""
 
+PER_TEXT = {"kv_bytes": "KV per text, MiB", "statistics_bytes": "stats per text, MiB"}
+"""Headings of a study, which has budgets."""
+IN_ALL = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
+
+HYPHENS = {"attention": "atten-tion", "compactions": "compac-tions", "positions": "posi-tions"}
+"""Where a terminal may break a heading, so that a table is no wider than its numbers."""
+
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table as text, its head first.
@@ -25,9 +32,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     names = _names(rows)
     bases = [name.replace("delta_", "full_") for name in names if name.startswith("delta_")]
     shown = [name for name in names if not name.endswith(("_low", "_high")) and name not in bases]
-    said = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
-    if "budget" in names:  # of a study, whose bytes are those of one text
-        said = {"kv_bytes": "KV per text", "statistics_bytes": "stats per text"}
+    said = PER_TEXT if "budget" in names else IN_ALL
     head = [said.get(name, name.removeprefix("delta_").replace("_", " ")) for name in shown]
     return [head, *([_cell(name, row) for name in shown] for row in rows)]
 
@@ -41,17 +46,17 @@ def _names(rows: Sequence[Row]) -> list[str]:
 def _cell(name: str, row: Row) -> str:
     if name.startswith("delta_"):
         full = name.replace("delta_", "full_")
-        return f"{_text(full, row.get(full))} {row[name]:+.3g}"
-    text = _text(name, row.get(name))
+        return f"{_text(full, row.get(full))} {row[name]:+.2g}"
+    text = _text(name, row.get(name), "budget" in row)
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
     return text if low is None or high is None else f"{text} [{low:.2g}, {high:.2g}]"
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: Any, per_text: bool = True) -> str:
     if value is None:
         return "full" if name == "budget" else "-"
     if name.endswith("_bytes"):
-        return readable(value)
+        return _text("MiB", value / 2**20) if per_text else readable(value)
     return (
         f"{value:.3g}"
         if isinstance(value, float) and abs(value) < 1000
@@ -89,9 +94,12 @@ def terminal(rows: Sequence[Row]) -> Any:
     shown = [i for i in range(len(head)) if i not in same]
     for i in shown:
         left = head[i] in ("model", "task", "scorer")
-        whole = any("[" in line[i] for line in body)  # an interval is read in one line
         justify: Any = "left" if left else "right"
-        table.add_column(head[i], justify=justify, overflow="fold", no_wrap=whole)
+        name, width = head[i], None
+        if "budget" in head and name != "model":  # a study's many columns: no wider than they need
+            name = " ".join(HYPHENS.get(word, word) for word in name.split()).replace("-", "-\n")
+            width = max(map(len, [*name.split(), *(line[i] for line in body)]))
+        table.add_column(name, justify=justify, overflow="fold", width=width)
     for line in body:
         table.add_row(*(line[i] for i in shown))
     return table
