@@ -494,8 +494,10 @@ def test_budget_curves_show_every_row_with_its_interval():
     assert list(knorm.get_xdata()) == [64, 128] and list(knorm.get_ydata()) == [0.25, 0.4]
     ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
     assert ends == [[0.25, 0.25], pytest.approx([0.3, 0.6])]
-    assert axes.get_xlabel() == "budget, tokens" and axes.get_ylabel() == "accuracy"
-    assert texts(figure) == ["full cache", "knorm"]
+    assert axes.get_xlabel() == "budget, tokens (log scale)\n95 % intervals"
+    assert axes.get_ylabel() == "accuracy" and axes.get_title(loc="left") == "m"
+    assert full.get_zorder() > knorm.get_zorder() and full.get_linestyle() == "--"
+    assert texts(figure) == ["m", "full cache", "knorm"]
     figure = plot.budget_curves(ROWS, "kv_bytes")
     points = [
         (x, y)
@@ -503,7 +505,29 @@ def test_budget_curves_show_every_row_with_its_interval():
         for x, y in zip(*container.lines[0].get_data(), strict=True)
     ]
     assert points == [(2.0, 0.5), (1.0, 0.25), (1.5, 0.4)]
-    assert figure.axes[0].get_xlabel() == "KV memory, MiB"
+    label = "KV memory of a text, MiB (log scale)\n95 % intervals"
+    assert figure.axes[0].get_xlabel() == label
+
+
+def test_budget_curves_say_what_was_measured_and_where_nothing_was_evicted():
+    about = {"task": "q", "problems": 1200, "seeds": 1}
+    rows = [
+        row | about | {"compactions": compactions, "positions": 3 + compactions}
+        for row, compactions in zip(ROWS, (0, 2, 0), strict=True)
+    ]
+    for against, x in (("budget", 128), ("kv_bytes", 1.5)):
+        figure = plot.budget_curves(rows, against)
+        (axes,) = figure.axes
+        hollow = [line for line in axes.lines if line.get_markerfacecolor() == PAPER]
+        assert [line.get_xydata().tolist() for line in hollow] == [[[x, 0.4]], []]
+        assert "hollow: nothing was evicted" in texts(figure)
+        assert axes.get_title(loc="left") == "m, q, 1,200 problems"
+        assert axes.get_xlabel().endswith("intervals; each row behind its own first compaction")
+    apart = [row | {"model": name} for row in rows for name in "ab"]
+    assert plot.budget_curves(apart).axes[0].get_title(loc="left") == "q, 1,200 problems"
+    (full,) = [one for one in axes.containers if one.get_label() == "full cache"]
+    assert full.lines[0].get_markerfacecolor() == "none"  # a ring around what coincides
+    assert full.lines[0].get_zorder() > hollow[0].get_zorder()
 
 
 def test_budget_curves_tell_models_apart_and_put_divergence_on_a_log_scale():
@@ -515,6 +539,7 @@ def test_budget_curves_tell_models_apart_and_put_divergence_on_a_log_scale():
     figure = plot.budget_curves(rows)
     assert texts(figure) == ["a, knorm", "a, sampled", "b, knorm", "b, sampled"]
     assert figure.axes[0].get_yscale() == "log"
+    assert figure.axes[0].get_ylabel() == "KL to the full cache, nats (log scale)"
     lines = [container.lines[0] for container in figure.axes[0].containers]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 4
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 4
