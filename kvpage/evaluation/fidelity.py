@@ -83,14 +83,9 @@ class Fidelity:
         return bootstrap_interval(self.kl_blocks)
 
     @property
-    def full_perplexity(self) -> float:
-        """Of the full cache, over the same positions."""
-        return math.exp(self.nll_full)
-
-    @property
     def delta_perplexity(self) -> float:
         """Perplexity of the contender less that of the full cache."""
-        return math.exp(self.nll) - self.full_perplexity
+        return math.exp(self.nll) - math.exp(self.nll_full)
 
     @property
     def mass_share(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +126,7 @@ class FidelityStudy:
             "kl": found.kl,
             "kl_low": low,
             "kl_high": high,
-            "full_perplexity": found.full_perplexity,
+            "full_perplexity": math.exp(found.nll_full),
             "delta_perplexity": found.delta_perplexity,
             "top1": found.top1,
             "attention_error": sum(found.attention_error) / len(found.attention_error),
