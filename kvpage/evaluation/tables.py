@@ -19,7 +19,8 @@ PER_TEXT = {"kv_bytes": "KV per text, MiB", "statistics_bytes": "stats per text,
 """Headings of a study, which has budgets."""
 IN_ALL = {"kv_bytes": "KV memory", "statistics_bytes": "statistics"}
 
-HYPHENS = {"attention": "atten-tion", "compactions": "compac-tions", "positions": "posi-tions"}
+HYPHENS = {"attention": "atten-tion", "compactions": "com-pac-tions"}
+HYPHENS |= {"perplexity": "perplex-ity", "positions": "posi-tions"}
 """Where a terminal may break a heading, so that a table is no wider than its numbers."""
 
 
