@@ -87,9 +87,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="instead of questions, a .txt, or a .jsonl with `text` in every line: how far the "
         "model's predictions go from those with the full cache",
     )
-    add("--tokens", type=int, default=4096, help="length of a window of --text; default: 4096")
+    add("--tokens", type=int, help="length of a window of --text; default: 4096, or all there is")
     add("--limit", type=int, help="questions, or windows of text, at most; default: all, or one")
-    add("--template", help="what to ask, with {question} in it; default: to reason, step by step")
+    template = (
+        "what to ask, with {question} in it; default: the question, for data sets on the hub "
+    )
+    add("--template", help=f"{template}with a word to reason step by step")
     numbers = {"type": int, "metavar": "N"}
     add("--budgets", nargs="+", **numbers, help="live tokens to keep; default: 512 1024 2048")
     add("--scorers", nargs="+", default=["sampled"], metavar="NAME", help="default: sampled")
