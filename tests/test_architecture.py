@@ -146,7 +146,7 @@ def code_lines(path: Path) -> int:
 def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
-    limits = {"kvpage": 4250, "statistics": 870, "kernels": 960, "evaluation": 1490, "cli": 1200}
+    limits = {"kvpage": 4250, "statistics": 870, "kernels": 960, "evaluation": 1490, "cli": 1220}
     limits |= {"views": 850, "plot": 880}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
