@@ -319,17 +319,17 @@ class Forwards:
         return mask
 
     def _check_not_fed_again(self, sure: int, position_ids: Tensor | None) -> None:
-        """Raise when assisted decoding feeds the text that the cache has seen once more.
-
-        transformers (up to 5.24) does when it is given a filled cache and the full ids.
-        """
-        if not self.records or self.ledger.seen == 0 or sure == 1 or position_ids is None:
+        """Raise when the text that the cache has seen is fed once more, as transformers does."""
+        seen, pads = self.ledger.seen, self.positions.pads
+        if seen == 0 or sure == 1 or position_ids is None:
             return
-        if int(position_ids[0, -1]) < self.ledger.seen + sure - 1:
+        again = sure == seen and (pads is None or not pads.any()) and int(position_ids[0, 0]) == 0
+        if again or (self.records and int(position_ids[0, -1]) < seen + sure - 1):
             raise ValueError(
-                f"input_ids: {sure} tokens were passed behind {self.ledger.seen} seen ones, at "
-                "positions from 0 on: assisted decoding feeds all of input_ids again; pass the new "
-                "ids alone, with the attention_mask of the whole text"
+                f"input_ids: {sure} tokens were passed behind {seen} seen ones, at positions from "
+                "0 on: generate feeds all of input_ids again with assisted decoding, or when none "
+                "is new; pass the new ids alone, with the attention_mask of the whole text, or "
+                "cache.crop(-1) to decode from the last one"
             )
 
     def _check_mask_2d(self, num_new: int, mask: Tensor) -> Tensor:

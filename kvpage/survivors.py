@@ -69,8 +69,8 @@ class Survivors:
         cached = [share for share in self.shares if share is not None]
         everywhere, nowhere = cached.count(1), cached.count(0)
         return (
-            f"{len(cached):,} tokens cached: {everywhere:,} live in all {self.pairs:,} pairs of "
-            f"layer and KV head, {len(cached) - everywhere - nowhere:,} in some, "
+            f"{len(cached):,} tokens cached: {everywhere:,} live in all {self.pairs:,} pairs of a "
+            f"full-attention layer and a KV head, {len(cached) - everywhere - nowhere:,} in some, "
             f"{nowhere:,} in none"
         )
 

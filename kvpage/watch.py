@@ -101,6 +101,8 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
         self._state, self._running = "no prompt yet", False
         self._rows, self._single = 1, False
         self._first_entry = self._first_step = 0
+        self._usage = cache.usage()
+        """As the turn shown left it, whatever became of the cache since."""
         self._since: float | None = None
         self._drawn_at = -math.inf
 
@@ -138,7 +140,8 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
             raise ValueError("cache: the one that generate is given expected, got another one")
         self._single = value.ndim == 1
         token_ids = (value[:1] if self._single else value[0]).tolist()
-        now, usage = time.perf_counter(), self._cache.usage()
+        now = time.perf_counter()
+        self._usage = usage = self._cache.usage()
         assert self._since is not None
         for _ in token_ids:
             self.history.append(now - self._since, usage)
@@ -178,7 +181,7 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
         self._finish("stopped")  # the turn before, if it was interrupted
         if self._since is None:
             self._since = time.perf_counter()
-        self._rows, self._single = rows, False
+        self._rows, self._single, self._usage = rows, False, self._cache.usage()
         self._first_entry, self._first_step = len(self.history), self._cache.ledger.steps
         if self._tokenizer is not None:
             self._texts.append(Transcript(self._tokenizer))
@@ -210,6 +213,6 @@ class Watch(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
             tokens=len(self.history) - self._first_entry,
             tokens_per_second=self.tokens_per_second,
             rows=self._rows,
-            usage=self._cache.usage(),
+            usage=self._usage,
             text=self._texts[-1].read_so_far if self._texts else "",
         )

@@ -147,7 +147,7 @@ def test_files_and_the_library_stay_small():
     paths = list(PACKAGE.rglob("*.py"))
     assert max(len(path.read_text().splitlines()) for path in paths) <= 360
     limits = {"kvpage": 4250, "statistics": 870, "kernels": 960, "evaluation": 1490, "cli": 1220}
-    limits |= {"views": 850, "plot": 880}
+    limits |= {"views": 850, "plot": 890}
     apart = dict.fromkeys(SHARE_STATISTICS, "statistics") | dict.fromkeys(VIEWS, "views")
     counts = dict.fromkeys(limits, 0)
     for path in paths:

@@ -201,6 +201,20 @@ def test_turns_are_appended_and_each_has_a_display(monkeypatch):
     assert f"{report.seen_tokens} seen, {report.live_tokens} live" in ends[1]
 
 
+def test_a_turn_that_was_shown_keeps_its_numbers_whatever_becomes_of_the_cache(monkeypatch):
+    screen, text, cache = Screen(monkeypatch), Text(60), small_cache()
+    watch = Watch(cache, Letters(), display="notebook", every=0)
+    watch.put(torch.zeros(1, 10, dtype=torch.long))
+    for token in range(20):
+        text.feed(cache, 1)
+        watch.put(torch.tensor([token]))
+    cache.reset()  # as after an interrupt
+    assert "20 seen, 20 live" in watch._repr_html_()
+    watch.put(torch.zeros(1, 10, dtype=torch.long))
+    assert "stopped: 20 tokens" in screen.shown[0][-1] and "20 seen" in screen.shown[0][-1]
+    assert "0 seen, 0 live" in screen.shown[1][-1]
+
+
 @pytest.mark.parametrize("every", [0, 1.0, 2.5])
 def test_a_display_is_updated_no_oftener_than_asked_and_at_the_end(monkeypatch, every):
     clock, screen = Clock(monkeypatch), Screen(monkeypatch)

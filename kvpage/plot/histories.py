@@ -40,7 +40,8 @@ def live_tokens(
     for i, (each, name) in enumerate(zip(histories, names, strict=True)):
         seen = list(each.seen_tokens)
         if seen not in drawn_seen:
-            style: Any = {"color": MUTED, "linestyle": (0, (4, 2)), "linewidth": 1.2}
+            style: Any = {"color": MUTED, "linestyle": (0, (4, 2)), "linewidth": 1.0}
+            style["zorder"] = 3  # on top of live tokens that are all there are
             label = "seen tokens: a full cache" if not drawn_seen else "_again"
             axes.plot(_decoded(each), seen, label=label, **style)
             drawn_seen.append(seen)
@@ -80,6 +81,8 @@ def blocks_freed(
     lower.set_xlabel("decoded tokens")
     for axes in (upper, lower):
         _dress(axes, histories)
+    if not any(any(each.blocks_freed) for each in histories):
+        lower.set(ylim=(0, 1), yticks=(0, 1))
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 

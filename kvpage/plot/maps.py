@@ -256,7 +256,9 @@ def _caption(axes: Axes, block_map: BlockMap, title: str | None) -> None:
     total, used = len(block_map.slots), block_map.used_blocks
     forks = int(_of_forks(block_map).sum())
     share = block_map.live_slots / max(1, (used - forks) * block_map.slots.shape[1])
-    beside = f" ({forks:,} by forks alone)" if forks else ""
+    shared = int(_shared(block_map).sum())
+    kinds = [f"{shared:,} shared"] * bool(shared) + [f"{forks:,} by forks alone"] * bool(forks)
+    beside = f" ({', '.join(kinds)})" if kinds else ""
     lines = [
         f"{used:,} of {total:,} blocks used{beside}, {total - used:,} free",
         f"{block_map.live_slots:,} live slots: {share:.0%} of those in used blocks",
@@ -279,10 +281,8 @@ def _legend(maps: Sequence[BlockMap]) -> list[Patch]:
         Patch(facecolor=EMPTY, label="empty slot in a used block"),
         Patch(facecolor="none", edgecolor=RULE, label="free block"),
     ]
-    if shared := sum(int(_shared(each).sum()) for each in maps):
-        handles.append(
-            Patch(facecolor="none", edgecolor=ORANGE, label=f"shared block ({shared:,})")
-        )
+    if any(_shared(each).any() for each in maps):
+        handles.append(Patch(facecolor="none", edgecolor=ORANGE, label="shared block"))
     if any(_of_forks(each).any() for each in maps):
         handles.append(
             Patch(facecolor="none", edgecolor=MUTED, hatch="////", label="held by forks alone")

@@ -214,3 +214,19 @@ def test_sixteen_rows_of_very_different_lengths_give_what_each_gives_alone(atten
     fed, positions, logits = cache.notes
     check_against_oracle(model, cache.trace, fed, logits, cache.mask, positions)
     cache.check()
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("budget", [64, None])
+def test_a_text_that_was_seen_to_its_end_is_not_fed_again(with_mask, budget):
+    """As after an interrupt between two tokens; after `crop(-1)` decoding goes on."""
+    model, ids = build("llama-gqa3-tied"), prompt(30)
+    options = {"attention_mask": torch.ones_like(ids)} if with_mask else {}
+    expected = call(model, ids, DynamicCache(config=model.config), 20)
+    cache = PagedCompactCache(**(SMALL | {"budget": budget}))
+    model(ids, **{cache_name(model): cache})
+    with pytest.raises((ValueError, IndexError)):  # older transformers stumble by themselves
+        call(model, ids, cache, 20, **options)
+    if cache.get_seq_length() == 30:
+        cache.crop(-1)
+        assert torch.equal(call(model, ids, cache, 20, **options), expected)
