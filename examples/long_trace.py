@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from loading import CACHE, MODEL_HELP, ask, load
+from loading import CACHE, MODEL_HELP, ask, load, parser_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from kvpage import PagedCompactCache, Report
+from kvpage import Footprint, PagedCompactCache, Report
 
 QUESTION = "Describe a journey through the solar system, planet by planet, in great detail."
 EXCERPT = 300
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(text) > 2 * EXCERPT:
         text = f"{text[:EXCERPT]}\n\n[…]\n\n{text[-EXCERPT:]}"
     console.print(text, markup=False, end="\n\n")
-    console.print(memory_table(report, full_cache_bytes(model, report.seen_tokens)))
+    full_bytes = Footprint.of(model).dynamic_bytes(report.seen_tokens)
+    console.print(memory_table(report, full_bytes))
     if args.compare:
         del cache
         gc.collect()  # or its storage would count in the peak of the other run
@@ -109,18 +110,6 @@ def decode(model: PreTrainedModel, ids: Tensor, cache: Cache, args: argparse.Nam
         seconds=streamer.times[-1] - streamer.times[0],
         device_bytes_peak=torch.cuda.max_memory_allocated(model.device) if on_cuda else None,
     )
-
-
-def full_cache_bytes(model: PreTrainedModel, seen_tokens: int) -> int:
-    """Bytes a DynamicCache holds: of every token, or of one window where a layer slides."""
-    config = model.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    held_tokens = sum(
-        min(seen_tokens, layer.sliding_window - 1) if layer.is_sliding else seen_tokens
-        for layer in DynamicCache(config=config).layers
-    )
-    return held_tokens * 2 * kv_heads * head_dim * model.dtype.itemsize
 
 
 def memory_table(report: Report, full_bytes: int) -> Table:
@@ -172,9 +161,7 @@ def mebibytes(num_bytes: int) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     numbers = {"type": int, "metavar": "N"}
     add("--model", help=MODEL_HELP)

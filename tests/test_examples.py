@@ -16,7 +16,7 @@ from loading import CACHE, ask, load
 from tiny import build, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, dynamic_module_utils
 
-from kvpage import PagedCompactCache
+from kvpage import Footprint, PagedCompactCache
 from kvpage.evaluation import TaskStudy
 
 EXAMPLES = Path(chat.__file__).parent
@@ -255,7 +255,7 @@ def test_what_a_full_cache_holds_is_reckoned_right(folder):
     with torch.no_grad():
         model(ids, **{CACHE: cache})
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert long_trace.full_cache_bytes(model, ids.shape[1]) == held
+    assert Footprint.of(model).dynamic_bytes(ids.shape[1]) == held
 
 
 # custom_generate/ and serve_openai.py
